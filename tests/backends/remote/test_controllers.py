@@ -85,10 +85,9 @@ async def test_of_two_controllers_the_one_that_was_made_later_is_the_newer() -> 
     async with Sim().make_engine() as engine, MemoryLinks(EngineHost(engine, Sim().make_store())) as links:
         older, newer = RemoteEngine("e0", links.open), RemoteEngine("e0", links.open)
         async with newer:
-            with pytest.raises(ExceptionGroup) as refused:
+            with pytest.raises(ControllerSuperseded):
                 async with older:
                     pass
-            assert isinstance(refused.value.exceptions[0], ControllerSuperseded)
 
 
 @virtual_time
@@ -122,11 +121,9 @@ async def test_a_controller_without_the_secret_is_refused_and_the_host_serves_on
         host = EngineHost(behind, Sim().make_store())
         port = await tasks.start(partial(serve_tcp, secret=secret), host.serve, "127.0.0.1")
         for wrong in (None, LinkSecret(b"another secret that is long enough")):
-            with pytest.raises(ExceptionGroup) as refused:
+            with pytest.raises(InstanceLost, match="secret"):
                 async with RemoteEngine("e0", partial(connect_tcp, "127.0.0.1", port, secret=wrong)):
                     pass
-            assert isinstance(refused.value.exceptions[0], InstanceLost)
-            assert "secret" in str(refused.value.exceptions[0])
         async with RemoteEngine("e0", partial(connect_tcp, "127.0.0.1", port, secret=secret)) as engine:
             assert engine.status().state is InstanceState.EMPTY
         tasks.cancel_scope.cancel()
