@@ -1,4 +1,4 @@
-"""What goes between nodes, beside the least that it could take: weights from peers.
+"""What goes between nodes and processes, beside the least that it could take: weights and tokens.
 
     python -m benchmarks remote --json remote.json
     python -m benchmarks remote --part peers
@@ -14,14 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peer_weights
+from benchmarks import peer_weights, process_tokens
 from benchmarks.command import parser_of, save
 from benchmarks.measure import WORK, Summary, brief, machine
 from benchmarks.table import show
 
 __all__ = ["main", "measure"]
 
-PARTS = {"peers": "weights from one node to another, beside a plain socket, and to four at once"}
+PARTS = {
+    "peers": "weights from one node to another, beside a plain socket, and to four at once",
+    "process": "tokens of an engine in a process of its own, beside the same engine here",
+}
 
 
 def measure(parts: Sequence[str], directory: Path = WORK, *, full: bool = False) -> dict[str, Any]:
@@ -31,6 +34,8 @@ def measure(parts: Sequence[str], directory: Path = WORK, *, full: bool = False)
     if "peers" in parts:
         settings = peer_weights.Settings(**({"spread_bytes": 1_000_000_000} if full else {}))
         report |= peer_weights.measure(settings, directory)
+    if "process" in parts:
+        report |= process_tokens.measure(process_tokens.Settings())
     return report
 
 
@@ -46,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines += peer_weights.rows(report)
         kept &= Summary.of(report["peer_over_socket"]).median >= peer_weights.LEAST_OF_SOCKET
         kept &= Summary.of(report["peer_four_over_one"]).median <= peer_weights.MOST_OF_ONE
+    if "process_us_per_token" in report:
+        lines += process_tokens.rows(report)
+        kept &= Summary.of(report["process_us_per_token"]["added"]).median <= process_tokens.MOST_US
     show("between nodes", ["", "median [min-max]", "limit"], lines)
     save(brief(report), options.json)
     return 0 if kept else 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peer_weights
+from benchmarks import peer_weights, process_tokens
 
 
 @pytest.mark.slow
@@ -20,3 +20,13 @@ def test_weights_go_between_processes(tmp_path: Path) -> None:
     assert len(report["peer_four_over_one"]) == 1
     assert len(peer_weights.rows(report)) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_tokens_of_a_child_are_set_beside_those_of_the_same_engine_here() -> None:
+    report = process_tokens.measure(process_tokens.Settings(streams=2, tokens=10, repeats=2))
+    found = report["process_us_per_token"]
+    assert [len(found[name]) for name in ("here", "child", "added")] == [2, 2, 2]
+    assert min(found["here"]) > 0
+    assert found["added"] == [there - near for near, there in zip(found["here"], found["child"], strict=True)]
+    assert len(process_tokens.rows(report)) == 3
