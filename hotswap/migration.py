@@ -74,10 +74,14 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A stopped request: its `tokens`, prompt included; the first `num_computed` are in KV blocks."""
+    """A stopped request: its `tokens`, prompt included; the first `num_computed` are in KV blocks.
+
+    It stopped `ago_s` seconds before this was told, if its engine is elsewhere and says so.
+    """
 
     tokens: tuple[int, ...]
     num_computed: int
+    ago_s: float = 0.0
 
 
 class KVSource(ABC):
@@ -119,6 +123,13 @@ class KVSource(ABC):
 
         All its tokens are in its stream by then.
         """
+
+    async def stop_for(self, sink: KVSink, first_block: int) -> Stopped:
+        """Stop a request whose blocks from `first_block` on go to a sink next; by default like `stop`.
+
+        A source that is elsewhere may send them on the way, so that `copy_to` finds them sent.
+        """
+        return await self.stop()
 
     @abstractmethod
     async def release(self) -> None:

@@ -200,8 +200,9 @@ class Move:
     async def _hand_over_blocks(self, source: KVSource, sink: KVSink, num_copied: int) -> None:
         with self._timed("stop"):
             self._require_here()
-            stopped = await source.stop()
-            self.stopped_s, self.num_tokens = anyio.current_time(), len(stopped.tokens)
+            stopped = await source.stop_for(sink, num_copied)
+            self.stopped_s = anyio.current_time() - stopped.ago_s
+            self.num_tokens = len(stopped.tokens)
         with self._timed("last copy"):
             await sink.reserve(stopped.num_computed)
             await self._copy(source, sink, num_copied, stopped.num_computed)

@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from hotswap.backends.remote.control import Answer, ControlLink
 from hotswap.backends.remote.linked import LinkedEngine
 from hotswap.backends.remote.pages import PageLink
+from hotswap.backends.remote.values import number
 from hotswap.backends.transports import wire
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, KVSource, Stopped
@@ -88,6 +90,8 @@ class RemoteSource(KVSource):
 
     def __init__(self, end: _End) -> None:
         self.layout, self._end = end.layout, end
+        self._sent: tuple[KVSink, int, int] | None = None  # with the stop: to where, from which block, tokens
+        self._sent_bytes = 0
 
     async def num_tokens(self) -> int:
         answer = await self._end.call("num_tokens")
@@ -99,21 +103,46 @@ class RemoteSource(KVSource):
 
     async def copy_to(self, sink: KVSink, first_block: int, num_tokens: int) -> int:
         """Copy blocks from host to host, where the source's reaches the sink's; else through this process."""
-        if not (isinstance(sink, RemoteSink) and self._end.address and sink.end.address):
+        if self._sent == (sink, first_block, num_tokens):
+            self._sent = None
+            await checkpoint()
+            return self._sent_bytes
+        if (to := self._way_to(sink)) is None:
             return await super().copy_to(sink, first_block, num_tokens)
-        answer = await self._end.call(
-            "push", first_block=first_block, num_tokens=num_tokens, to=sink.end.address, sink=sink.end.key
-        )
+        answer = await self._end.call("push", first_block=first_block, num_tokens=num_tokens, **to)
         with self._end.link.reading():
             return answer.fields.size("num_bytes")
 
     async def stop(self) -> Stopped:
-        answer = await self._end.call("stop")
+        return _stopped(self._end, await self._end.call("stop"))
+
+    async def stop_for(self, sink: KVSink, first_block: int) -> Stopped:
+        """Stop the request, and have its host send what is left on to the sink's in the same call."""
+        if (to := self._way_to(sink)) is None:
+            return await self.stop()
+        answer = await self._end.call("stop", first_block=first_block, **to)
         with self._end.link.reading():
-            return Stopped(wire.tokens_of(memoryview(answer.payload)), answer.fields.size("num_computed"))
+            num_sent, self._sent_bytes = answer.fields.size("num_sent"), answer.fields.size("num_bytes")
+        self._sent = (sink, first_block, num_sent) if num_sent else None
+        return _stopped(self._end, answer)
 
     async def release(self) -> None:
         await self._end.call("release")
+
+    def _way_to(self, sink: KVSink) -> dict[str, object] | None:
+        """Return where the source's host finds a sink; `None` if it does not reach the sink's host."""
+        if isinstance(sink, RemoteSink) and self._end.address and sink.end.address:
+            return {"to": sink.end.address, "sink": sink.end.key}
+        return None
+
+
+def _stopped(end: _End, answer: Answer) -> Stopped:
+    with end.link.reading():
+        return Stopped(
+            wire.tokens_of(memoryview(answer.payload)),
+            answer.fields.size("num_computed"),
+            number(answer.fields, "ago_s"),
+        )
 
 
 class RemoteSink(KVSink):
@@ -125,9 +154,15 @@ class RemoteSink(KVSink):
 
     def __init__(self, end: _End) -> None:
         self.layout, self.num_present_blocks, self.end = end.layout, end.num_present_blocks, end
+        self._num_reserved = 0  # blocks
 
     async def reserve(self, num_tokens: int) -> None:
-        await self.end.call("reserve", num_tokens=num_tokens)
+        num_blocks = -(-num_tokens // self.layout.block_tokens)
+        if num_blocks > self._num_reserved or self.end.link.lost:
+            await self.end.call("reserve", num_tokens=num_tokens)
+            self._num_reserved = num_blocks
+        else:  # a call would change nothing, and the request may be stopped
+            await checkpoint()
 
     async def write(self, pages: KVPages) -> None:
         await self.end.write(pages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -24,7 +24,7 @@ from hotswap.engine import (
     SupportsModelTrial,
     SupportsPreload,
 )
-from hotswap.errors import MigrationAborted
+from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.metered_store import MeteredStore
 from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.model import Adapter, ModelCard
@@ -155,8 +155,7 @@ class Verbs:
             case "num_tokens":
                 call.answer(num_tokens=await lent.source(key).num_tokens())
             case "stop":
-                stopped = await lent.source(key).stop()
-                call.answer(wire.pack_tokens(stopped.tokens), num_computed=stopped.num_computed)
+                await self._stop(call, key, fields)
             case "release":
                 await lent.source(key).release()
             case "reserve":
@@ -164,9 +163,29 @@ class Verbs:
             case "commit":
                 await lent.sink(key).commit(await self._tokens(payload))
             case "push":
-                call.answer(num_bytes=await self._push(key, fields))
+                first_block, num_tokens = _size(fields, "first_block"), _size(fields, "num_tokens")
+                call.answer(num_bytes=await self._push(key, first_block, num_tokens, fields))
             case verb:
                 raise ProtocolError(f"the engine was asked to {verb[:40]!r}, which it cannot")
+
+    async def _stop(self, call: Call, key: str, fields: Fields) -> None:
+        """Stop a request; if a sink is named, send it what is left, as far as it has room by now."""
+        stopped = await self.lent.source(key).stop()
+        stopped_s, num_sent, num_bytes = anyio.current_time(), 0, 0
+        if fields.get("sink") is not None:
+            first_block = _size(fields, "first_block")
+            num_left = stopped.num_computed - first_block * self.lent.source(key).layout.block_tokens
+            if num_left > 0:
+                with suppress(MigrationAborted, InstanceLost):  # the controller has it done again
+                    num_bytes = await self._push(key, first_block, num_left, fields)
+                    num_sent = num_left
+        call.answer(
+            wire.pack_tokens(stopped.tokens),
+            num_computed=stopped.num_computed,
+            num_sent=num_sent,
+            num_bytes=num_bytes,
+            ago_s=anyio.current_time() - stopped_s,
+        )
 
     async def _tokens(self, payload: bytes) -> tuple[int, ...]:
         if len(payload) > self.max_tokens * wire.TOKEN_BYTES:
@@ -177,9 +196,8 @@ class Verbs:
             )
         return await tokens_in(payload)
 
-    async def _push(self, key: str, fields: Fields) -> int:
+    async def _push(self, key: str, first_block: int, num_tokens: int, fields: Fields) -> int:
         """Copy blocks of a source here to a sink at another host; return how many bytes."""
-        first_block, num_tokens = _size(fields, "first_block"), _size(fields, "num_tokens")
         to, sink = _text(fields, "to"), _text(fields, "sink")
         source, lent = self.lent.source(key), self.lent[key]
         if self.peers is None:
