@@ -32,6 +32,7 @@ BENCHMARKS = {
     "overhead": "what a fleet adds to each token over the engine's own stream",
     "papers": "what papers report, beside what the shipped policies do in simulation",
     "policies": "how long routes and plans take, from ten instances to ten thousand",
+    "pre_placement": "models placed in the memory of more nodes ahead of loads, in simulation",
     "remote": "weights from another node beside a plain socket, and to four nodes beside one",
     "requests": "two engines given requests at random, valid, invalid and hostile: how each ends, and memory",
     "sampling": "a step of sampled tokens on a CPU beside greedy ones, and beside vLLM's own sampler",

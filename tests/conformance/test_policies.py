@@ -24,6 +24,7 @@ from hotswap.policies import (
     LeastLoadedRouter,
     LeastTimeRouter,
     PrefixRouter,
+    PrePlacement,
     RestoreMinReplicas,
     RoundRobinRouter,
     ShepherdSwap,
@@ -149,6 +150,11 @@ class TestForecastThatHasSeenADayConforms(SchedulerConformance):
         for view in days({"a": {0: 3, 2: 3}, "b": {0: 1, 2: 2}, "c": {7: 3}, "d": {5: 1}}, DAY_S):
             forecast.rates.learn(view)
         return forecast
+
+
+class TestPrePlacementConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return PrePlacement()
 
 
 class TestStaticPinningConforms(SchedulerConformance):

@@ -232,6 +232,7 @@ NAMES = {
         "LeastTimeRouter",
         "LoadCosts",
         "MoveCosts",
+        "PrePlacement",
         "PrefixRouter",
         "Quotas",
         "RestoreMinReplicas",

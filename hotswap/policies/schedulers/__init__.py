@@ -10,6 +10,7 @@ from hotswap.policies.schedulers.freeness_autoscaler import FreenessAutoscaler
 from hotswap.policies.schedulers.horizontal_autoscaler import HorizontalAutoscaler
 from hotswap.policies.schedulers.keep_alive import KeepAliveSwap
 from hotswap.policies.schedulers.min_replicas import RestoreMinReplicas, restore_min_replicas
+from hotswap.policies.schedulers.pre_placement import PrePlacement
 from hotswap.policies.schedulers.rescheduler import VirtualUsageRescheduler
 from hotswap.policies.schedulers.shepherd import ShepherdSwap
 from hotswap.policies.schedulers.startup_time import StartupTimePlacement, Victims
@@ -29,6 +30,7 @@ __all__ = [
     "HorizontalAutoscaler",
     "KeepAliveSwap",
     "KeepAsIs",
+    "PrePlacement",
     "Quotas",
     "RestoreMinReplicas",
     "ShepherdSwap",
