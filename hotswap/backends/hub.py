@@ -1,5 +1,6 @@
-"""Models named as on the Hugging Face Hub: `"org/name"`, `"org/name@revision"`, and directories of its cache.
+"""Models named as on the Hugging Face Hub, and directories of its cache.
 
+A name is `"org/name"` or `"org/name@revision"`, and for one GGUF file of a repository `":file.gguf"` follows.
 `huggingface_hub` fetches them: with its cache, its token, its progress bars and its offline switch
 (`HF_HUB_OFFLINE`). A path that exists is taken first.
 """
@@ -17,9 +18,11 @@ __all__ = ["find", "is_hub_id", "name_of", "resolve"]
 
 _log = logging.getLogger("hotswap.stores")
 
-_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+\.gguf))?"
+)
 # Never code, and no pickles.
-_WANTED: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "spiece.model")
+_TEXTS: Final = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "spiece.model")
 _UNWANTED: Final = ("consolidated*", "original/*", "*/*.safetensors")
 
 
@@ -29,9 +32,9 @@ def is_hub_id(source: str | Path) -> bool:
 
 
 def name_of(source: str | Path) -> str:
-    """Return the name of a model by its source: the last part, without a revision."""
-    if is_hub_id(source):
-        return str(source).partition("@")[0].rpartition("/")[2]
+    """Return the name of a model by its source: the last part, without a revision, or that of its file."""
+    if (named := _ID.fullmatch(str(source))) is not None and is_hub_id(source):
+        return (named["file"] or named["repo"]).rpartition("/")[2].removesuffix(".gguf")
     name = Path(source).resolve().name
     cached = re.fullmatch(r"models--.+?--(.+)", name)
     return cached[1] if cached else name.removesuffix(".gguf")
@@ -88,21 +91,33 @@ def _snapshot(source: str, *, fetch: bool) -> Path:
         ) from exc
     named = _ID.fullmatch(source)
     assert named is not None, "it was looked at before"
-    download = cast("Any", huggingface_hub).snapshot_download
+    download, file = cast("Any", huggingface_hub).snapshot_download, named["file"]
+    weights = "*.safetensors" if file is None else _all_parts(file)
     if fetch:
         _log.info("Fetching %r from the Hugging Face Hub, unless its cache has it.", source)
     try:
-        return Path(
+        snapshot = Path(
             download(
                 named["repo"],
                 revision=named["revision"],
-                allow_patterns=list(_WANTED),
+                allow_patterns=[weights, *_TEXTS],
                 ignore_patterns=list(_UNWANTED),
                 local_files_only=not fetch,
             )
         )
     except Exception as exc:  # its own errors, and those of the client library that it has at the time
         raise ShardMissing(f"{source!r} is no path, and {_why(named['repo'], exc)}") from exc
+    if file is not None and not (snapshot / file).is_file():
+        raise ShardMissing(
+            f"{named['repo']!r} on the Hugging Face Hub, or without a network its cache, has no file {file!r}. "
+            f"See its page for those it has, or type `hf download {named['repo']} {file}`."
+        )
+    return snapshot if file is None else snapshot / file
+
+
+def _all_parts(file: str) -> str:
+    """A pattern of all files of a GGUF model that is split into several; of the file alone if it is not."""
+    return re.sub(r"-\d{5}(-of-\d{5}\.gguf)$", r"-*\1", file)
 
 
 def _why(repo: str, error: Exception) -> str:

@@ -122,8 +122,8 @@ class Models:
     async def _add(self, model: Model) -> None:
         check_kind(ConfigError, "model", model, Model)
         name = ModelId(model.id)
-        if name in self._state.models or name in self._adding:
-            raise ConfigError(f"There is a model {name!r} already; give the new one another id.")
+        if name in self._state.models or name in self._adding or name in self._state.aliases:
+            raise ConfigError(f"There is a model or an alias {name!r} already; give the new one another id.")
         self._adding.add(name)
         try:
             card = await self._read(model)
@@ -131,6 +131,27 @@ class Models:
             self._adding.discard(name)
         self._state.add_model(model, card)
         self._consider(card)
+
+    def alias(self, name: str, model: str | None) -> None:
+        """Have requests that name a model `name` served by `model` from now on; `None` ends that.
+
+        Requests that wait or run go on with the model that they have. An alias may be given to another model
+        at any time, and goes with its model when that is removed. `name` may have slashes.
+
+        Raises:
+            ConfigError: the fleet has a model that is called `name`.
+            UnknownModel: the fleet has no such model.
+            FleetClosed: the fleet is not open.
+        """
+        check_strings(ConfigError, name=name, **({} if model is None else {"model": model}))
+        self._lifetime.check_open()
+        state, alias = self._state, ModelId(name)
+        if alias in state.models or alias in self._adding:
+            raise ConfigError(f"There is a model {name!r}; an alias needs a name of its own.")
+        target = alias if model is None else ModelId(model)
+        if model is not None:
+            target = state.card(state.aliases.get(target, target)).id
+        state.add_alias(alias, target)
 
     async def remove(self, model: str, *, deadline_s: float | None = None) -> None:
         """Let requests ask for a model no more, and unload it wherever it is once its requests have ended.
@@ -155,7 +176,7 @@ class Models:
         card = state.card(name)
         if any(name in roll for roll in state.rolls):
             raise ConfigError(f"A roll of model {name!r} is under way; remove it when that has ended.")
-        if old := [old for old, new in state.aliases.items() if new == name]:
+        if old := [old for old, new in state.aliases.items() if new == name and old in state.models]:
             raise ConfigError(f"Model {old[0]!r} was rolled to {name!r}, which serves its requests; keep it.")
         registered = state.close_model(name)
         try:

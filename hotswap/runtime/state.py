@@ -138,10 +138,10 @@ class FleetState:
         del self.models[model]
         self.num_failed_loads.pop(model, None)
         self._last_evicted_s.pop(model, None)
-        self.aliases.pop(model, None)
+        self.aliases = {name: now for name, now in self.aliases.items() if model not in (name, now)}
 
     def add_alias(self, old: ModelId, new: ModelId) -> None:
-        """Have requests for `old`, and for what it serves, served by `new`, itself from now on."""
+        """Have requests for `old`, and for what it serves, served by `new`; `old` itself ends its alias."""
         others = {name: new if target == old else target for name, target in self.aliases.items()}
         self.aliases = {**others, old: new}
         self.aliases.pop(new, None)

@@ -577,3 +577,57 @@ async def test_a_cancelled_removal_leaves_the_model_registered_and_served(
                 await fleet.swap("e0", to="m3")
             await read(fleet, "m3", (2,), SOME)
         idle(fleet)
+
+
+# ------------------------------------------------------------------------------ aliases
+
+
+@virtual_time
+async def test_an_alias_is_served_by_its_model_and_may_be_given_to_another() -> None:
+    async with sim_fleet("a", "b", engines=[engine_of("e0"), engine_of("e1")]) as fleet:
+        fleet.models.alias("org/gpt", "a")
+        async with fleet.stream("org/gpt", (1, 2), LONG) as running:
+            await anext(running)
+            fleet.models.alias("org/gpt", "b")
+            assert (await fleet.generate("org/gpt", (1, 2), SOME)).tokens == (
+                await fleet.generate("b", (1, 2), SOME)
+            ).tokens
+            assert len(await running.collect()) == LONG.max_tokens - 1, "it goes on"
+        assert [model.id for model in fleet.models] == ["a", "b"]
+        fleet.models.alias("org/gpt", None)
+        with pytest.raises(UnknownModel, match="org/gpt"):
+            await fleet.generate("org/gpt", (1, 2), SOME)
+        idle(fleet)
+
+
+@virtual_time
+async def test_an_alias_follows_a_roll_and_goes_with_its_model() -> None:
+    async with sim_fleet("a", "b", engines=[engine_of("e0")]) as fleet:
+        fleet.models.alias("gpt", "a")
+        await fleet.roll("a", to="b")
+        assert (await fleet.generate("gpt", (1, 2), SOME)).tokens == (
+            await fleet.generate("b", (1, 2), SOME)
+        ).tokens
+        await fleet.models.remove("a")
+        await fleet.models.remove("b")
+        with pytest.raises(UnknownModel):
+            await fleet.generate("gpt", (1, 2), SOME)
+        await fleet.models.add(Model("a"))
+        fleet.models.alias("gpt", "a")
+        await read(fleet, "a", (1, 2), SOME)
+
+
+@virtual_time
+async def test_names_of_models_and_aliases_never_clash() -> None:
+    async with sim_fleet("a", "b", engines=[engine_of("e0")]) as fleet:
+        with pytest.raises(ConfigError, match="name of its own"):
+            fleet.models.alias("a", "b")
+        with pytest.raises(UnknownModel):
+            fleet.models.alias("gpt", "c")
+        with pytest.raises(UnknownModel):
+            await fleet.generate("gpt", (1, 2), SOME)
+        fleet.models.alias("gpt", "b")
+        with pytest.raises(ConfigError, match="gpt"):
+            await fleet.models.add(Model("gpt"))
+    with pytest.raises(FleetClosed):
+        fleet.models.alias("gpt", "a")

@@ -13,7 +13,7 @@ from hotswap.backends.hub import find, name_of, resolve
 from hotswap.backends.stores import NvmeStore
 from hotswap.cli import main
 from hotswap.errors import BackendMissing, ShardMissing
-from tests.backends.stores.checkpoints import write_checkpoint
+from tests.backends.stores.checkpoints import gguf_bytes, write_checkpoint
 
 TENSORS = {"w": ("BF16", (4, 4))}
 SHA = "0123456789012345678901234567890123456789"
@@ -78,6 +78,23 @@ async def test_a_model_of_the_hub_is_imported_by_name_and_served_when_the_cache_
         await store.import_model(model)
         assert (await store.manifest(ModelId("org/tiny"))).layout == "checkpoint"
     assert [path.name for path in (tmp_path / "root").iterdir()] == ["org~2Ftiny"]
+
+
+async def test_a_gguf_file_of_a_repository_is_named_after_a_colon(cache: Path, tmp_path: Path) -> None:
+    """In a cache as the Hub's library writes it: the file is a link to a blob."""
+    blob = cache / "models--org--Tiny-1.5" / "blobs" / "b"
+    blob.parent.mkdir()
+    blob.write_bytes(gguf_bytes())
+    snapshot = cache / "models--org--Tiny-1.5" / "snapshots" / SHA
+    (snapshot / "tiny-Q4_K.gguf").symlink_to(blob)
+    source = "org/Tiny-1.5:tiny-Q4_K.gguf"
+    assert resolve(source) == resolve(f"org/Tiny-1.5@{SHA}:tiny-Q4_K.gguf") == snapshot / "tiny-Q4_K.gguf"
+    assert name_of(source) == "tiny-Q4_K"
+    async with NvmeStore(tmp_path / "root") as store:
+        await store.import_model(Model("tiny", source))
+        assert (await store.manifest(ModelId("tiny"))).is_gguf
+    with pytest.raises(ShardMissing, match=r"hf download org/Tiny-1.5 other\.gguf"):
+        resolve("org/Tiny-1.5:other.gguf")
 
 
 def test_the_command_takes_names_of_the_hub(
