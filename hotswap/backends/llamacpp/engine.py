@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Self
+from typing import Any
 
-import anyio
-from anyio.abc import TaskGroup
-from anyio.lowlevel import checkpoint_if_cancelled
-
+from hotswap.backends.external import ExternalEngine
 from hotswap.backends.layouts import require_gguf
-from hotswap.backends.life import Life
 from hotswap.backends.llamacpp.files import check_gguf, lent_files
 from hotswap.backends.llamacpp.params import Steps, unsupported
 from hotswap.backends.llamacpp.server import Server
 from hotswap.backends.llamacpp.settings import KV_BLOCK_TOKENS, Settings
 from hotswap.backends.llamacpp.streams import Stream, Streams
-from hotswap.backends.notifier import Observed, StatusNotifier
+from hotswap.backends.notifier import Observed
 from hotswap.backends.servable import check_servable, most_tokens
-from hotswap.engine import Engine, StatusListener
-from hotswap.errors import InstanceError, RequestEvicted, UnknownAdapter
+from hotswap.errors import HotswapError, RequestEvicted, UnknownAdapter
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
-from hotswap.view import EngineStatus, InstanceId, InstanceState
+from hotswap.view import EngineStatus, InstanceState
 
 __all__ = ["LlamaCppEngine"]
 
-_EMPTY, _LOADING, _SERVING, _DRAINING = (
-    InstanceState.EMPTY,
-    InstanceState.LOADING,
-    InstanceState.SERVING,
-    InstanceState.DRAINING,
-)
 _NO_GRAMMAR = "llama.cpp would begin the grammar anew at each token; ask another kind of engine"
 
 
-class LlamaCppEngine(Engine):
+class LlamaCppEngine(ExternalEngine):
     """An instance that serves GGUF files through llama.cpp: quantized models, on a CPU or what else it knows.
 
     Each load starts llama.cpp's server in a process of its own, which `unload` ends: all its memory is free
@@ -83,7 +72,7 @@ class LlamaCppEngine(Engine):
         memory_bytes: int | str | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        self.id = InstanceId(id)
+        super().__init__(id)
         self._settings = Settings(
             kv_tokens=kv_tokens,
             max_requests=max_requests,
@@ -94,58 +83,15 @@ class LlamaCppEngine(Engine):
             memory_bytes=memory_bytes,
             arguments=arguments or {},
         )
-        self._notifier = StatusNotifier()
-        self._life = Life(self.id, self._notifier)
         self._streams = Streams(self._notifier, self._settings)
         self._server = None
         self._card: ModelCard | None = None
         self._lent = AsyncExitStack()
-        self._tasks: TaskGroup | None = None
-
-    @asynccontextmanager
-    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        async with anyio.create_task_group() as tasks:
-            self._tasks = tasks
-            self._life.has_begun = True
-            try:
-                yield self
-            finally:
-                self._evict_all("It was stopped")
-                self._life.has_begun = False
-                with anyio.CancelScope(shield=True):
-                    await self._release()
-                self._life.state = _EMPTY
-                tasks.cancel_scope.cancel()
 
     # ------------------------------------------------------------------ weights
 
     def check_model(self, model: ModelCard) -> None:
         require_gguf(self.id, model.id, model)
-
-    async def load(self, model: ModelCard, store: WeightStore) -> None:
-        self._life.require(_EMPTY, "load")
-        self._life.state = _LOADING
-        try:
-            server, lent = await self._life.unless_lost(self._start(model, store))
-        except BaseException:
-            if self._life.state is _LOADING:
-                self._life.state = _EMPTY
-            raise
-        self._serve(model, server, lent)
-
-    async def unload(self) -> None:
-        if self._life.state is _LOADING:
-            raise InstanceError(f"Engine {self.id!r} is LOADING; cancel the load instead of unloading it.")
-        with anyio.CancelScope(shield=True):
-            if self._life.state is not _EMPTY:
-                self._evict_all("The model was unloaded")
-                if not self._life.is_lost:
-                    self._life.state = _DRAINING
-                try:
-                    await self._release()
-                finally:
-                    self._life.state = _EMPTY
-        await checkpoint_if_cancelled()
 
     # ------------------------------------------------------------------ requests
 
@@ -156,26 +102,6 @@ class LlamaCppEngine(Engine):
             yield stream.tokens
         finally:
             self._streams.leave(stream)
-
-    async def evict(self, *, deadline_s: float) -> int:
-        self._life.require(_SERVING, "evict")
-        self._life.state = _DRAINING
-        try:
-            await self._life.unless_lost(self._streams.wait_until_drained(deadline_s))
-        except BaseException:
-            if self._life.state is _DRAINING:
-                self._life.state = _SERVING
-            raise
-        return self._evict_all(f"A deadline of {deadline_s} s passed")
-
-    def lose(self, reason: str = "it was dropped on purpose") -> None:
-        """Kill the server's process: streams and pending verbs raise `InstanceLost`.
-
-        Call it from the event loop. `unload` brings the engine back EMPTY.
-        """
-        if self._server is not None:
-            self._server.kill()
-        self._lose(reason)
 
     # ------------------------------------------------------------------ view
 
@@ -199,9 +125,6 @@ class LlamaCppEngine(Engine):
             weight_bytes=self._card.weight_bytes if server and self._card else 0,
         )
 
-    def watch(self, listener: StatusListener) -> bool:
-        return self._notifier.watch(listener)
-
     @property
     def server_pid(self) -> int | None:
         """The process of llama.cpp's server; `None` while there is none."""
@@ -218,10 +141,10 @@ class LlamaCppEngine(Engine):
             server = await Server.start(self._settings, files)
             return server, lent.pop_all()
 
-    def _serve(self, model: ModelCard, server: Server, lent: AsyncExitStack) -> None:
+    def _serve(self, model: ModelCard, processes: tuple[Server, AsyncExitStack]) -> None:
+        server, lent = processes
         self._streams.serve(server)
         self._card, self._lent, self._server = model, lent, server
-        self._life.state = _SERVING
         self._running.start_soon(self._watch, server, name=f"server of {self.id}")
 
     async def _watch(self, server: Server) -> None:
@@ -239,12 +162,27 @@ class LlamaCppEngine(Engine):
         await self._streams.wait_until_gone()
         await lent.aclose()
 
+    def _kill(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+
     # ------------------------------------------------------------------ streams
+
+    async def _wait_until_drained(self, deadline_s: float) -> None:
+        await self._streams.wait_until_drained(deadline_s)
+
+    def _close_streams(self, error: Callable[[], HotswapError]) -> int:
+        return self._streams.close_all(error)
 
     def _admit(self, request: Request) -> Stream:
         self._life.refuse_if_lost()
         card, server = self._card, self._server
-        if card is None or server is None or self._life.state is not _SERVING or card.id != request.model:
+        if (
+            card is None
+            or server is None
+            or self._life.state is not InstanceState.SERVING
+            or card.id != request.model
+        ):
             raise RequestEvicted(
                 f"Engine {self.id!r} is {self._life.state} with model {card.id if card else None!r} and "
                 f"admits no request for {request.model!r}; ask another."
@@ -274,19 +212,3 @@ class LlamaCppEngine(Engine):
         stream = Stream(request=request, steps=steps, ends=known, most_tokens=most)
         self._streams.open(self._running, stream)
         return stream
-
-    def _evict_all(self, why: str) -> int:
-        return self._streams.close_all(
-            lambda: RequestEvicted(f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere.")
-        )
-
-    def _lose(self, reason: str) -> None:
-        if self._life.is_lost or not self._life.has_begun:
-            return
-        self._life.lose(reason, None)
-        self._streams.close_all(self._life.lost)
-
-    @property
-    def _running(self) -> TaskGroup:
-        assert self._tasks is not None, "only an engine that was entered gets here"
-        return self._tasks

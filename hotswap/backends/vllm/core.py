@@ -11,7 +11,6 @@ import asyncio
 import logging
 import multiprocessing.connection
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from hotswap.backends.vllm.inside import worker
 from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.backends.vllm.names import named
 from hotswap.backends.vllm.settings import Settings, StartMethod
-from hotswap.backends.vllm.staging import CONFIG, TOKENIZER, TOKENIZER_CONFIG, Staged
+from hotswap.backends.vllm.staging import Staged
 from hotswap.backends.vllm.stats import Stats
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
 from hotswap.worker_threads import in_thread, shielded
@@ -318,8 +317,7 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, Locked
     # A copy of the config, since the staged directory goes before the core does.
     directory = LockedDirectory.make(Path(tempfile.gettempdir()))
     try:
-        for name in (CONFIG, *((TOKENIZER, TOKENIZER_CONFIG) if staged.tokenizer else ())):
-            shutil.copyfile(staged.directory / name, directory.path / name)
+        staged.copy_settings(directory.path)
         arguments = settings.vllm_arguments(
             directory.path, staged.index, on_cpu=on_cpu, has_tokenizer=bool(staged.tokenizer)
         )

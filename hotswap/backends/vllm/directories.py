@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -12,6 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from hotswap.backends.stores.files import is_at
+from hotswap.backends.stores.locks import lock_whole
 
 __all__ = ["SHARED_MEMORY", "LockedDirectory"]
 
@@ -86,12 +88,10 @@ def _lock(path: Path) -> int | None:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists():  # not removed between the two
+    with suppress(OSError):
+        lock_whole(lock, shared=False)
+        if is_at(lock, path):  # not removed between the two
             return lock
-    except OSError:
-        pass
     os.close(lock)
     return None
 

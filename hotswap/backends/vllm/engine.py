@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
-import anyio
-from anyio.abc import TaskGroup
-from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
+from anyio.lowlevel import checkpoint
 
 from hotswap.backends.adapter_accounting import Held
+from hotswap.backends.external import ExternalEngine
 from hotswap.backends.grammar_check import GrammarCheck
 from hotswap.backends.layouts import require_tensors
-from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.servable import check_servable
 from hotswap.backends.vllm.adapters import Adapters
@@ -32,26 +30,20 @@ from hotswap.backends.vllm.migration import (
 from hotswap.backends.vllm.params import check_prompt_rows, no_grammar, sampling_params, unsupported
 from hotswap.backends.vllm.settings import Settings, StartMethod
 from hotswap.backends.vllm.streams import Stream, Streams
-from hotswap.engine import Engine, StatusListener
-from hotswap.errors import InstanceError, RequestEvicted
+from hotswap.errors import HotswapError, RequestEvicted
 from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
-from hotswap.view import EngineStatus, InstanceId, InstanceState
+from hotswap.view import EngineStatus, InstanceState
 
 __all__ = ["VllmEngine"]
 
-_EMPTY, _LOADING, _SERVING, _DRAINING = (
-    InstanceState.EMPTY,
-    InstanceState.LOADING,
-    InstanceState.SERVING,
-    InstanceState.DRAINING,
-)
+_SERVING = InstanceState.SERVING
 
 
-class VllmEngine(Engine):
+class VllmEngine(ExternalEngine):
     """An instance that serves through vLLM: production kernels, batching and parallelism, one core at a time.
 
     The first load starts a core, which takes seconds. The next model replaces the weights of the core in
@@ -112,7 +104,7 @@ class VllmEngine(Engine):
         start: StartMethod | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        self.id = InstanceId(id)
+        super().__init__(id)
         self._settings = Settings(
             kv_bytes=kv_bytes,
             kv_block_tokens=kv_block_tokens,
@@ -130,8 +122,6 @@ class VllmEngine(Engine):
             start=start,
             arguments=arguments or {},
         )
-        self._notifier = StatusNotifier()
-        self._life = Life(self.id, self._notifier)
         self._grammars = GrammarCheck()
         self._kernels = KernelCheck(self._settings)
         self._loader = Loader(self.id, self._settings, self._life, cores)
@@ -143,50 +133,8 @@ class VllmEngine(Engine):
         self._adapters = Adapters(
             self.id, most=max_adapters, max_rank=max_adapter_rank, notifier=self._notifier
         )
-        self._tasks: TaskGroup | None = None
-
-    @asynccontextmanager
-    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        async with anyio.create_task_group() as tasks:
-            self._tasks = tasks
-            self._life.has_begun = True
-            try:
-                yield self
-            finally:
-                self._evict_all("It was stopped")
-                self._life.has_begun = False
-                with anyio.CancelScope(shield=True):
-                    await self._release()
-                    await self._loader.close()
-                self._life.state = _EMPTY
-                tasks.cancel_scope.cancel()
 
     # ------------------------------------------------------------------ weights
-
-    async def load(self, model: ModelCard, store: WeightStore) -> None:
-        self._life.require(_EMPTY, "load")
-        self._life.state = _LOADING
-        try:
-            core = await self._life.unless_lost(self._loader.load(model, store))
-        except BaseException:
-            if self._life.state is _LOADING:
-                self._life.state = _EMPTY
-            raise
-        self._serve(model, core)
-
-    async def unload(self) -> None:
-        if self._life.state is _LOADING:
-            raise InstanceError(f"Engine {self.id!r} is LOADING; cancel the load instead of unloading it.")
-        with anyio.CancelScope(shield=True):
-            if self._life.state is not _EMPTY:
-                self._evict_all("The model was unloaded")
-                if not self._life.is_lost:
-                    self._life.state = _DRAINING
-                try:
-                    await self._release()
-                finally:
-                    self._life.state = _EMPTY
-        await checkpoint_if_cancelled()
 
     def check_model(self, model: ModelCard) -> None:
         require_tensors(model.id, model)
@@ -235,17 +183,6 @@ class VllmEngine(Engine):
                 adapter.num_users -= 1
             self._streams.leave(self._running, stream, core)
 
-    async def evict(self, *, deadline_s: float) -> int:
-        self._life.require(_SERVING, "evict")
-        self._life.state = _DRAINING
-        try:
-            await self._life.unless_lost(self._streams.wait_until_drained(deadline_s))
-        except BaseException:
-            if self._life.state is _DRAINING:
-                self._life.state = _SERVING
-            raise
-        return self._evict_all(f"A deadline of {deadline_s} s passed")
-
     # ------------------------------------------------------------------ migration
 
     @asynccontextmanager
@@ -271,17 +208,6 @@ class VllmEngine(Engine):
         finally:
             if adapter is not None:
                 adapter.num_users -= 1
-
-    # ------------------------------------------------------------------ faults
-
-    def lose(self, reason: str = "it was dropped on purpose") -> None:
-        """Kill the core's processes: streams and pending verbs raise `InstanceLost`.
-
-        Call it from the event loop. `unload` brings the engine back EMPTY.
-        """
-        if self._core is not None:
-            self._core.kill()
-        self._lose(reason)
 
     # ------------------------------------------------------------------ view
 
@@ -313,9 +239,6 @@ class VllmEngine(Engine):
             load_path=self._loader.load_path if core else "",
         )
 
-    def watch(self, listener: StatusListener) -> bool:
-        return self._notifier.watch(listener)
-
     @property
     def num_preempted(self) -> int:
         """How often a request gave up its KV blocks for another since the core was started."""
@@ -333,13 +256,16 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------------ loading
 
-    def _serve(self, model: ModelCard, core: Core) -> None:
+    async def _start(self, model: ModelCard, store: WeightStore) -> Core:
+        return await self._loader.load(model, store)
+
+    def _serve(self, model: ModelCard, processes: Core) -> None:
+        core = processes
         self._core, self._card = core, model
         self._context = min(core.context, model.max_context_tokens)
         self._adapters.serve(model.id, core)
         core.died = partial(self._note_death, core)
         core.stats.notifier = self._notifier
-        self._life.state = _SERVING
 
     def _note_death(self, core: Core) -> None:
         if self._core is core:
@@ -361,7 +287,20 @@ class VllmEngine(Engine):
             await self._loader.give_back(core)
         await self._streams.wait_until_gone()
 
+    async def _close(self) -> None:
+        await self._loader.close()
+
+    def _kill(self) -> None:
+        if self._core is not None:
+            self._core.kill()
+
     # ------------------------------------------------------------------ streams
+
+    async def _wait_until_drained(self, deadline_s: float) -> None:
+        await self._streams.wait_until_drained(deadline_s)
+
+    def _close_streams(self, error: Callable[[], HotswapError]) -> int:
+        return self._streams.close_all(self._running, None if self._life.is_lost else self._core, error)
 
     def _admit(self, request: Request) -> tuple[Stream, Core, Held[Any] | None]:
         self._life.refuse_if_lost()
@@ -399,26 +338,6 @@ class VllmEngine(Engine):
     def _give_up(self, stream: Stream, core: Core) -> bool:
         evicted = RequestEvicted(f"Engine {self.id!r} gave {stream.request.id!r} away; it goes on elsewhere.")
         return self._streams.give_up(self._running, stream, core, evicted)
-
-    def _evict_all(self, why: str) -> int:
-        return self._streams.close_all(
-            self._running,
-            self._core,
-            lambda: RequestEvicted(
-                f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere."
-            ),
-        )
-
-    def _lose(self, reason: str) -> None:
-        if self._life.is_lost or not self._life.has_begun:
-            return
-        self._life.lose(reason, None)
-        self._streams.close_all(self._running, None, self._life.lost)
-
-    @property
-    def _running(self) -> TaskGroup:
-        assert self._tasks is not None, "only an engine that was entered gets here"
-        return self._tasks
 
     @property
     def _loaded_bytes(self) -> int:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hotswap.backends.vllm.inside.connector import MOVES_BLOCKS
 from hotswap.backends.vllm.names import named
 from hotswap.checks import check_choice, check_counts, check_kind, check_strings
 from hotswap.errors import ConfigError, ShardCorrupt
@@ -127,11 +128,6 @@ class Settings:
             "load_format": "hotswap",
             "model_loader_extra_config": {"index": str(index)},
             "worker_extension_cls": "hotswap.backends.vllm.inside.worker.WorkerExtension",
-            "kv_transfer_config": named("vllm.config:KVTransferConfig")(
-                kv_connector="HotswapConnector",
-                kv_connector_module_path="hotswap.backends.vllm.inside.connector",
-                kv_role="kv_both",
-            ),
             "dtype": self.dtype,
             "max_model_len": -1,  # the model's context, or as much as the KV blocks hold
             "max_num_seqs": self.max_requests,
@@ -146,6 +142,12 @@ class Settings:
             # A single rank needs no process of its own.
             "distributed_executor_backend": _UNIPROC if self.num_ranks == 1 else "mp",
         }
+        if MOVES_BLOCKS:
+            given["kv_transfer_config"] = named("vllm.config:KVTransferConfig")(
+                kv_connector="HotswapConnector",
+                kv_connector_module_path="hotswap.backends.vllm.inside.connector",
+                kv_role="kv_both",
+            )
         if self.kv_block_tokens is not None:
             given["block_size"] = self.kv_block_tokens
         if self.token_budget is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -86,6 +87,13 @@ class Staged:
     def index(self) -> Path:
         """The path of the index."""
         return self.directory / INDEX
+
+    def copy_settings(self, directory: Path) -> None:
+        """Copy what tells vLLM how to compute with the model. Blocking."""
+        names = (CONFIG, *_QUANTIZATION_FILES, *((TOKENIZER, TOKENIZER_CONFIG) if self.tokenizer else ()))
+        for name in names:
+            if (path := self.directory / name).exists():
+                shutil.copyfile(path, directory / name)
 
     @property
     def size_bytes(self) -> int:

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["KINDS", "SIZES", "write"]
+__all__ = ["KINDS", "SIZES", "write", "write_experts"]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -58,6 +58,21 @@ def write(directory: Path, kind: str, *, seed: int = 0) -> Path:
     (directory / "config.json").write_text(json.dumps(written))
     for file, content in files.items():
         (directory / file).write_text(json.dumps(content))
+    return directory
+
+
+def write_experts(directory: Path) -> Path:
+    """Write an unquantised checkpoint with experts, as transformers does, and return its directory."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, dtype="bfloat16"
+    )
+    module = transformers.Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" not in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.08)
+    module.bfloat16().save_pretrained(directory)
     return directory
 
 

@@ -18,9 +18,10 @@ from hotswap.abc import ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.vllm import VllmEngine
+from hotswap.backends.vllm.staging import stage
 from hotswap.errors import SwapFailed, UnsupportedModel
 from hotswap.policies import LeastLoadedRouter
-from tests.backends.quantized.kinds import KINDS, write
+from tests.backends.quantized.kinds import KINDS, write, write_experts
 from tests.backends.stores.checkpoints import gguf_bytes, write_checkpoint
 from tests.backends.vllm.as_it_is import PROMPT, TOKENS
 from tests.backends.vllm.support import make_engine
@@ -29,10 +30,11 @@ from tests.runtime.support import Idle
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of every kind, and another of one of them."""
+    """A checkpoint of every kind, another of one of them, and one whose experts vLLM fuses."""
     root = tmp_path_factory.mktemp("kinds")
     found = {kind: write(root / str(number), kind) for number, kind in enumerate(KINDS)}
-    return {**found, "another": write(root / "another", "compressed-tensors int4", seed=1)}
+    another = write(root / "another", "compressed-tensors int4", seed=1)
+    return {**found, "another": another, "experts": write_experts(root / "experts")}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,7 @@ async def test_every_kind_gives_the_tokens_of_its_directory_or_is_refused(
 ) -> None:
     """In one engine, one after another: what vLLM itself cannot serve is refused without a load."""
     assert expected["unquantised"], "vLLM serves nothing here"
+    assert expected["experts"], "vLLM serves no experts here"
     async with opened(directories, tmp_path / "root") as store, make_engine() as engine:
         for number, (kind, tokens) in enumerate(expected.items()):
             if tokens is None:
@@ -95,6 +98,21 @@ def test_the_table_of_the_docs_says_the_same(expected: dict[str, list[int] | Non
     assert {kind: told[kind]["VllmEngine"] for kind in KINDS} == {
         kind: "refused before a swap" if expected[kind] is None else "served" for kind in KINDS
     }
+
+
+async def test_a_core_is_told_what_side_files_say_of_quantization(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
+    """ModelOpt's first versions say it there alone, and vLLM would take the weights for plain ones."""
+    convert(directories["ModelOpt FP8"], tmp_path / "root", model_id="m", layout="checkpoint")
+    (tmp_path / "core").mkdir()
+    async with NvmeStore(tmp_path / "root") as store:
+        manifest = await store.manifest(ModelId("m"))
+        staged = await stage(store, ModelCard.of(Model("m"), manifest), manifest)
+        staged.copy_settings(tmp_path / "core")
+        await staged.release()
+    for name in ("config.json", "hf_quant_config.json"):
+        assert (tmp_path / "core" / name).read_text() == (directories["ModelOpt FP8"] / name).read_text()
 
 
 async def test_quantized_weights_are_replaced_in_place_and_back(

@@ -16,15 +16,31 @@ from hotswap.backends.vllm.inside.pages import Pages
 from hotswap.backends.vllm.inside.resume import carried_tokens
 from hotswap.backends.vllm.names import named
 
-__all__ = ["ARRIVAL", "Held", "HotswapConnector"]
+__all__ = ["ARRIVAL", "MOVES_BLOCKS", "Held", "HotswapConnector"]
 
 ARRIVAL = "hotswap_arrival"
 """The entry of `kv_transfer_params` with the id of the sink whose blocks a request takes."""
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-_Connector: Any = named(f"{_BASE}:KVConnectorBase_V1")
-_SupportsHMA: Any = named(f"{_BASE}:SupportsHMA")
-_Metadata: Any = named(f"{_BASE}:KVConnectorMetadata")
+
+
+class _Gone:
+    """In place of a class that this vLLM has not got."""
+
+
+def _base(name: str) -> Any:
+    try:
+        return named(f"{_BASE}:{name}")
+    except (ImportError, AttributeError):
+        return type(name, (_Gone,), {})
+
+
+_Connector: Any = _base("KVConnectorBase_V1")
+_SupportsHMA: Any = _base("SupportsHMA")
+_Metadata: Any = _base("KVConnectorMetadata")
+
+MOVES_BLOCKS = not any(issubclass(base, _Gone) for base in (_Connector, _SupportsHMA, _Metadata))
+"""Whether this vLLM has what a connector is made of; if not, cores have none and requests move as tokens."""
 
 
 @dataclass(slots=True, eq=False)
