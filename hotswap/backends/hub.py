@@ -109,7 +109,7 @@ def _snapshot(source: str, *, fetch: bool) -> Path:
         raise ShardMissing(f"{source!r} is no path, and {_why(named['repo'], exc)}") from exc
     if file is not None and not (snapshot / file).is_file():
         raise ShardMissing(
-            f"{named['repo']!r} on the Hugging Face Hub, or without a network its cache, has no file {file!r}. "
+            f"{named['repo']!r} on the Hugging Face Hub, or without a network its cache, has no {file!r}. "
             f"See its page for those it has, or type `hf download {named['repo']} {file}`."
         )
     return snapshot if file is None else snapshot / file
