@@ -155,9 +155,11 @@ class ControlLink:
             raise InstanceLost(f"The host of engine {self._id!r} gave a wrong answer: {exc}.") from exc
 
     async def unless_lost(self, work: Awaitable[_T]) -> _T:
-        """Return what `work` returns; interrupt it by `InstanceLost` when the link ends."""
+        """Return what `work` returns; interrupt it by `InstanceLost` when the link ends, or has ended."""
         with anyio.CancelScope() as scope:
             self._scopes.add(scope)
+            if self.lost:
+                scope.cancel()
             try:
                 return await work
             finally:

@@ -107,9 +107,9 @@ class RemoteSource(KVSource):
             self._sent = None
             await checkpoint()
             return self._sent_bytes
-        if (to := self._way_to(sink)) is None:
+        if (far := self._reached(sink)) is None:
             return await super().copy_to(sink, first_block, num_tokens)
-        answer = await self._end.call("push", first_block=first_block, num_tokens=num_tokens, **to)
+        answer = await self._call_for(far, "push", first_block=first_block, num_tokens=num_tokens)
         with self._end.link.reading():
             return answer.fields.size("num_bytes")
 
@@ -118,9 +118,9 @@ class RemoteSource(KVSource):
 
     async def stop_for(self, sink: KVSink, first_block: int) -> Stopped:
         """Stop the request, and have its host send what is left on to the sink's in the same call."""
-        if (to := self._way_to(sink)) is None:
+        if (far := self._reached(sink)) is None:
             return await self.stop()
-        answer = await self._end.call("stop", first_block=first_block, **to)
+        answer = await self._call_for(far, "stop", first_block=first_block)
         with self._end.link.reading():
             num_sent, self._sent_bytes = answer.fields.size("num_sent"), answer.fields.size("num_bytes")
         self._sent = (sink, first_block, num_sent) if num_sent else None
@@ -129,11 +129,16 @@ class RemoteSource(KVSource):
     async def release(self) -> None:
         await self._end.call("release")
 
-    def _way_to(self, sink: KVSink) -> dict[str, object] | None:
-        """Return where the source's host finds a sink; `None` if it does not reach the sink's host."""
+    def _reached(self, sink: KVSink) -> _End | None:
+        """Return a sink's end if the source's host reaches the sink's."""
         if isinstance(sink, RemoteSink) and self._end.address and sink.end.address:
-            return {"to": sink.end.address, "sink": sink.end.key}
+            return sink.end
         return None
+
+    async def _call_for(self, far: _End, verb: str, **fields: object) -> Answer:
+        """Have blocks sent to a sink; the loss of its host ends that, too, and not only of the source's."""
+        call = self._end.call(verb, to=far.address, sink=far.key, **fields)
+        return await far.link.unless_lost(call)
 
 
 def _stopped(end: _End, answer: Answer) -> Stopped:

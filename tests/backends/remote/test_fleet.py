@@ -10,7 +10,7 @@ import anyio
 import pytest
 from opentelemetry import trace
 
-from hotswap import Fleet, Sampling, SwapRecord
+from hotswap import Fleet, MigrationRecord, Sampling, SwapRecord
 from hotswap.abc import Channel, Engine, ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.remote import EngineHost, RemoteEngine
 from hotswap.backends.sim import SimEngine
@@ -231,6 +231,36 @@ async def test_a_host_that_is_lost_in_a_move_costs_no_token(lost: str) -> None:
         assert [token.id for token in tokens] == expected(stream.request)
         assert [token.index for token in tokens] == list(range(200))
         assert outcomes == ["aborted"]
+        await until(lambda: all(e.state != "LOST" for e in fleet.view().instances))
+        for links in hosts.values():
+            status = links.host.engine.status()
+            assert status.num_free_kv_blocks == status.num_kv_blocks, "blocks are left over"
+
+
+@virtual_time
+async def test_a_host_that_freezes_in_a_move_holds_its_request_up_for_no_longer_than_its_silence() -> None:
+    async with remote_fleet([engine_of("e0"), engine_of("e1")]) as (fleet, hosts):
+        for instance in ("e0", "e1"):
+            await fleet.swap(instance, to="a")
+        await fleet.drain("e1")
+        async with fleet.stream("a", PROMPT, LONG) as stream:
+            records, tokens = list[MigrationRecord](), [await anext(stream) for _ in range(10)]
+            fleet.reopen("e1")
+
+            async def freeze() -> None:
+                await until(lambda: len(hosts["e1"].opened) > 1)  # for the blocks
+                for _, far in hosts["e1"].opened:
+                    far.is_frozen = True
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(freeze)
+                records.append(await fleet.migrate(stream.request.id, to="e1", method="kv"))
+            assert records[0].outcome == "aborted"
+            assert records[0].seconds < 9.0, "the silence is 8 s"
+            tokens += await stream.collect()
+        assert [token.id for token in tokens] == expected(stream.request)
+        for _, far in hosts["e1"].opened:
+            far.is_frozen = False
         await until(lambda: all(e.state != "LOST" for e in fleet.view().instances))
         for links in hosts.values():
             status = links.host.engine.status()

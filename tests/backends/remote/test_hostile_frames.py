@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
@@ -12,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotswap import InstanceState
-from hotswap.abc import Channel
+from hotswap import InstanceState, RequestId
+from hotswap.abc import Channel, SupportsMigration
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.transports import memory_channels
 from hotswap.errors import InstanceLost, MigrationAborted
@@ -251,3 +252,37 @@ async def test_a_host_that_never_admits_a_request_is_lost_and_the_request_goes_e
                 async with engine.stream(request()):
                     pass
         tasks.cancel_scope.cancel()
+
+
+PAGES: dict[str, object] = {
+    "no JSON": "{",
+    "no message": [1],
+    "another version": {"version": 99, "verb": "read", "number": 1},
+    "an unknown verb": {"version": 3, "verb": "erase", "number": 1, "first_block": 0, "num_tokens": 1},
+    "a write to a source": {"version": 3, "verb": "write", "number": 1, "first_block": 0, "num_tokens": 1},
+    "a negative block": {"version": 3, "verb": "read", "number": 1, "first_block": -1, "num_tokens": 1},
+    "no block": {"version": 3, "verb": "read", "number": 1, "num_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+@virtual_time
+async def test_a_host_ends_a_link_for_blocks_that_asks_for_nonsense_and_the_move_goes_on(name: str) -> None:
+    async with rig() as made:
+        await made.engine.load(made.card, made.store)
+        async with made.engine.stream(request(max_tokens=30)) as tokens:
+            read = [(await anext(tokens)).id]
+            assert isinstance(made.engine, SupportsMigration)
+            async with made.engine.export_kv(RequestId("r0")) as source:
+                (key,) = re.findall(rb'"key":"(\w+)"', b"".join(m for m, _ in made.links.opened[0][1].frames))
+                near = await made.links.open()
+                hello: list[object] = [0, ["pages", 0, {"version": 1, "key": key.decode()}, 0]]
+                await near.send(json.dumps(hello).encode())
+                said = PAGES[name]
+                await near.send(said.encode() if isinstance(said, str) else json.dumps(said).encode())
+                with anyio.fail_after(5):
+                    await made.links.ended[1].wait()
+                assert (await source.read(0, 4)).num_tokens == 4
+            read += [token.id for token in await tokens.collect()]
+        assert read == expected(request(max_tokens=30), made.card)
+        await made.engine.unload()
