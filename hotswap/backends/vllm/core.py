@@ -32,6 +32,7 @@ from hotswap.backends.vllm.settings import Settings, StartMethod
 from hotswap.backends.vllm.staging import Staged
 from hotswap.backends.vllm.stats import Stats
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
+from hotswap.hardware import parse_bytes
 from hotswap.worker_threads import in_thread, shielded
 
 __all__ = ["Core", "CorePool", "start"]
@@ -75,6 +76,7 @@ class Core:
         grammar_ends: The end tokens of its model that the tokenizer has.
         sleeps: Whether it can free its device memory while it is idle: on GPUs.
         is_lent: Whether a store has lent the weights that it has, and so has them in host memory.
+        weight_bytes: The size of its weights.
         blocks: The shape of its KV blocks; `None` if requests cannot move with them. See `migration`.
     """
 
@@ -89,7 +91,7 @@ class Core:
         self._directory = directory
         config: Any = llm.vllm_config
         self.sleeps, self.is_asleep = bool(config.model_config.enable_sleep_mode), False
-        self.is_lent = False
+        self.is_lent, self.weight_bytes = False, 0
         self.block_tokens = int(config.cache_config.block_size)
         # vLLM keeps one block for padding.
         self.num_blocks = int(config.cache_config.num_gpu_blocks) - 1
@@ -111,6 +113,11 @@ class Core:
     def is_dead(self) -> bool:
         """Whether its process has ended, or cannot serve any more."""
         return self._is_dead or bool(self.llm.errored)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory that its weights take while it is idle; none where it sleeps and a store lends them."""
+        return 0 if self.is_asleep and self.is_lent else self.weight_bytes
 
     @property
     def ending(self) -> str:
@@ -374,10 +381,13 @@ class CorePool:
 
     Args:
         max_idle: How many are kept; the one that is idle for longest is stopped first.
+        max_bytes: The memory that the weights of all of them may take, in the host where they sleep; `None`
+            is unbounded. Weights that a store lends to sleeping cores do not count.
     """
 
-    def __init__(self, max_idle: int = 1) -> None:
+    def __init__(self, max_idle: int = 1, *, max_bytes: int | str | None = None) -> None:
         self.max_idle = max_idle
+        self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._idle: list[tuple[Settings, Core]] = []
 
     def __len__(self) -> int:
@@ -408,10 +418,15 @@ class CorePool:
         await self.shrink(self.max_idle)
 
     async def shrink(self, most: int) -> None:
-        """Stop the oldest cores until `most` are left. Cannot be interrupted."""
-        while len(self._idle) > most:
+        """Stop the oldest cores until `most` are left, within `max_bytes`. Cannot be interrupted."""
+        while len(self._idle) > most or (self.max_bytes is not None and self.kept_bytes > self.max_bytes):
             _, core = self._idle.pop(0)
             await core.stop()
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory that the weights of idle cores take."""
+        return sum(core.kept_bytes for _, core in self._idle)
 
     async def make_room(self) -> None:
         """Stop the cores that keep their memory, for a new core. Cannot be interrupted."""

@@ -143,6 +143,7 @@ class Loader:
             await core.stop()
             raise
         core.grammar_ends, core.is_lent = staged.grammar_ends, staged.loan is not None
+        core.weight_bytes = staged.manifest.buffer_bytes
         get_current_span().add_event(done)
         self._ready = core
 

@@ -32,6 +32,9 @@ class FromItsStore(WrapperEngine):
         super().__init__(engine)
         self._store = store
 
+    def check_model(self, model: ModelCard) -> None:
+        """Refuse none: the card is of another store, whose layout the wrapped engine would look at."""
+
     async def load(self, model: ModelCard, store: WeightStore) -> None:
         manifest = await self._store.manifest(model.id)
         await self.wrapped.load(replace(model, weight_bytes=manifest.weight_bytes), self._store)

@@ -129,6 +129,23 @@ async def test_cores_that_can_sleep_wait_asleep_and_outlive_other_architectures(
     await cores.close()
 
 
+async def test_the_weights_of_idle_cores_have_a_budget() -> None:
+    """The core that is idle for longest is stopped; weights that a store lends while it sleeps are none."""
+    store = make_store()
+    sizes = {name: (await store.manifest(ModelId(name))).buffer_bytes for name in ("a", "deep")}
+    cores = CorePool(max_idle=3, max_bytes=sum(sizes.values()) - 1)
+    async with make_engine(cores=cores) as engine:
+        for name, kept_bytes in (("a", sizes["a"]), ("deep", sizes["deep"])):
+            await engine.load(store.card(name), store)
+            core = engine._core
+            await engine.unload()
+            assert (len(cores), cores.kept_bytes) == (1, kept_bytes)
+    assert core is not None
+    core.is_asleep = core.is_lent = True
+    assert cores.kept_bytes == 0
+    await cores.close()
+
+
 async def test_weights_that_a_store_lends_are_not_kept_by_a_core_that_sleeps(tmp_path: Path) -> None:
     """It drops them (vLLM's level 2), and reads them from the store again, whichever model is next."""
     below, said = make_store(), list[str]()
