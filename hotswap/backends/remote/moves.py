@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.remote.control import Answer, ControlLink
 from hotswap.backends.remote.linked import LinkedEngine
 from hotswap.backends.remote.pages import PageLink
-from hotswap.backends.remote.values import number
+from hotswap.backends.remote.values import flag, number
 from hotswap.backends.transports import wire
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, KVSource, Stopped
@@ -90,8 +90,8 @@ class RemoteSource(KVSource):
 
     def __init__(self, end: _End) -> None:
         self.layout, self._end = end.layout, end
-        self._sent: tuple[KVSink, int, int] | None = None  # with the stop: to where, from which block, tokens
-        self._sent_bytes = 0
+        self._sent_to: KVSink | None = None
+        self._sent_from = self._sent_bytes = 0
 
     async def num_tokens(self) -> int:
         answer = await self._end.call("num_tokens")
@@ -103,10 +103,10 @@ class RemoteSource(KVSource):
 
     async def copy_to(self, sink: KVSink, first_block: int, num_tokens: int) -> int:
         """Copy blocks from host to host, where the source's reaches the sink's; else through this process."""
-        if self._sent == (sink, first_block, num_tokens):
-            self._sent = None
+        if sink is self._sent_to and first_block >= self._sent_from:  # with the stop: all that was left
             await checkpoint()
-            return self._sent_bytes
+            num_bytes, self._sent_bytes = self._sent_bytes, 0
+            return num_bytes
         if (far := self._reached(sink)) is None:
             return await super().copy_to(sink, first_block, num_tokens)
         answer = await self._call_for(far, "push", first_block=first_block, num_tokens=num_tokens)
@@ -117,14 +117,17 @@ class RemoteSource(KVSource):
         return _stopped(self._end, await self._end.call("stop"))
 
     async def stop_for(self, sink: KVSink, first_block: int) -> Stopped:
-        """Stop the request, and have its host send what is left on to the sink's in the same call."""
+        """Stop the request, and have its host send what is left to the sink's and commit it, in one call."""
         if (far := self._reached(sink)) is None:
             return await self.stop()
         answer = await self._call_for(far, "stop", first_block=first_block)
+        stopped = _stopped(self._end, answer)
         with self._end.link.reading():
-            num_sent, self._sent_bytes = answer.fields.size("num_sent"), answer.fields.size("num_bytes")
-        self._sent = (sink, first_block, num_sent) if num_sent else None
-        return _stopped(self._end, answer)
+            is_sent, self._sent_bytes = flag(answer.fields, "is_sent"), answer.fields.size("num_bytes")
+        if is_sent and isinstance(sink, RemoteSink):
+            sink.committed = stopped.tokens
+            self._sent_to, self._sent_from = sink, first_block
+        return stopped
 
     async def release(self) -> None:
         await self._end.call("release")
@@ -155,10 +158,12 @@ class RemoteSink(KVSink):
 
     Attributes:
         end: What the host has lent.
+        committed: What the source's host has had committed already.
     """
 
     def __init__(self, end: _End) -> None:
         self.layout, self.num_present_blocks, self.end = end.layout, end.num_present_blocks, end
+        self.committed: tuple[int, ...] | None = None
         self._num_reserved = 0  # blocks
 
     async def reserve(self, num_tokens: int) -> None:
@@ -173,7 +178,10 @@ class RemoteSink(KVSink):
         await self.end.write(pages)
 
     async def commit(self, tokens: Sequence[int]) -> None:
+        if self.committed == tuple(tokens):
+            return await checkpoint()
         await self.end.call("commit", wire.pack_tokens(tokens))
+        return None
 
 
 class Migrates(LinkedEngine):

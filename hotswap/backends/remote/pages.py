@@ -6,11 +6,12 @@ sink. The first message names the move by its key, which the host has told its c
     pages     the key of the move
     read      the first block, how many tokens     ->  done, with the blocks
     write     the same, with the blocks            ->  done
+    commit    all tokens of the request            ->  done
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -18,6 +19,7 @@ import anyio
 from hotswap.backends.remote.failures import error_of, failure
 from hotswap.backends.remote.messages import VERSION
 from hotswap.backends.remote.outbox import Outbox
+from hotswap.backends.remote.values import tokens_in
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
 from hotswap.errors import HotswapError
@@ -70,6 +72,10 @@ class PageLink:
             size = -(-num_tokens // self._layout.block_tokens) * block_bytes
             await self._call("write", first_block, num_tokens, pages.data[at : at + size])
             at += size
+
+    async def commit(self, tokens: Sequence[int]) -> None:
+        """Commit what was written. Errors are those of `KVSink.commit`."""
+        await self._call("commit", 0, len(tokens), wire.pack_tokens(tokens))
 
     async def aclose(self) -> None:
         """Close the link."""
@@ -134,6 +140,8 @@ async def serve_pages(end: KVSource | KVSink, channel: Channel) -> None:
                         data = (await end.read(first_block, num_tokens)).data
                     case "write", KVSink():
                         await end.write(KVPages(first_block, num_tokens, frame.payload))
+                    case "commit", KVSink():
+                        await end.commit(await tokens_in(bytes(frame.payload)))
                     case verb, _:
                         raise ProtocolError(f"{verb[:40]!r} is no call to a {type(end).__name__}")
             except HotswapError as exc:

@@ -15,8 +15,8 @@ from hotswap.backends.remote.outbox import Inbox
 from hotswap.backends.remote.streams import REUSED
 from hotswap.backends.remote.telling import HostOutbox
 from hotswap.backends.remote.traces import traced
-from hotswap.backends.remote.values import FINISH_REASONS, prompt_parts, scored
-from hotswap.backends.remote.verbs import Call, Verbs, tokens_in
+from hotswap.backends.remote.values import FINISH_REASONS, prompt_parts, scored, tokens_in
+from hotswap.backends.remote.verbs import Call, Verbs
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, reason_in
 from hotswap.errors import HotswapError, InstanceError, MigrationAborted, PromptTooLong

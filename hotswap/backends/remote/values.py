@@ -9,6 +9,8 @@ from dataclasses import asdict
 from dataclasses import fields as fields_of
 from typing import Any, Final, cast, get_args
 
+from anyio.lowlevel import checkpoint
+
 from hotswap.backends.fields import LARGEST, Fields
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
@@ -31,10 +33,12 @@ __all__ = [
     "status_of",
     "texts",
     "token_of",
+    "tokens_in",
 ]
 
 FINISH_REASONS: Final[tuple[FinishReason | None, ...]] = (None, "stop", "length")
 
+_TURN_TOKENS = 1 << 14  # decoded at once on the event loop, in about a millisecond
 _PROMPT_ENTRIES = 512  # of a scored prompt, in one message
 
 
@@ -150,6 +154,24 @@ def texts(fields: Fields, name: str) -> tuple[str, ...]:
     if not all(isinstance(item, str) for item in items):
         raise fields.wrong(f"the field {name!r} is not a list of texts")
     return tuple(cast("list[str]", items))
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+async def tokens_in(payload: bytes) -> tuple[int, ...]:
+    """Decode the tokens of a payload, a part in each turn of the event loop.
+
+    Raises:
+        ProtocolError: there is no whole number of them.
+    """
+    tokens: list[int] = []
+    turn_bytes = _TURN_TOKENS * wire.TOKEN_BYTES
+    for at in range(0, len(payload), turn_bytes):
+        tokens += wire.tokens_of(memoryview(payload)[at : at + turn_bytes])
+        if at:
+            await checkpoint()
+    return tuple(tokens)
 
 
 # ---------------------------------------------------------------------- log-probabilities

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 
 import anyio
-from anyio.lowlevel import checkpoint
 
 from hotswap.backends.fields import Fields
 from hotswap.backends.remote.lent import Lent
@@ -13,7 +12,7 @@ from hotswap.backends.remote.messages import Message
 from hotswap.backends.remote.pages import PageLink
 from hotswap.backends.remote.peers import PeerLinks
 from hotswap.backends.remote.telling import HostOutbox
-from hotswap.backends.remote.values import adapter_of, card_of, number
+from hotswap.backends.remote.values import adapter_of, card_of, number, tokens_in
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.engine import (
@@ -32,9 +31,7 @@ from hotswap.request import AdapterId, RequestId
 from hotswap.store import WeightStore
 from hotswap.worker_threads import run_in_thread
 
-__all__ = ["Call", "Verbs", "tokens_in"]
-
-_TURN_TOKENS = 1 << 14  # decoded at once on the event loop, in about a millisecond
+__all__ = ["Call", "Verbs"]
 
 
 class Call:
@@ -169,20 +166,23 @@ class Verbs:
                 raise ProtocolError(f"the engine was asked to {verb[:40]!r}, which it cannot")
 
     async def _stop(self, call: Call, key: str, fields: Fields) -> None:
-        """Stop a request; if a sink is named, send it what is left, as far as it has room by now."""
-        stopped = await self.lent.source(key).stop()
-        stopped_s, num_sent, num_bytes = anyio.current_time(), 0, 0
-        if fields.get("sink") is not None:
+        """Stop a request; if a sink is named, send it what is left, and commit, if it has room by now."""
+        source = self.lent.source(key)
+        stopped = await source.stop()
+        stopped_s, num_bytes = anyio.current_time(), 0
+        if is_sent := fields.get("sink") is not None:
             first_block = _size(fields, "first_block")
-            num_left = stopped.num_computed - first_block * self.lent.source(key).layout.block_tokens
-            if num_left > 0:
-                with suppress(MigrationAborted, InstanceLost):  # the controller has it done again
+            num_left = stopped.num_computed - first_block * source.layout.block_tokens
+            try:
+                if num_left > 0:
                     num_bytes = await self._push(key, first_block, num_left, fields)
-                    num_sent = num_left
+                await (await self._peer(key, fields)).commit(stopped.tokens)
+            except (MigrationAborted, InstanceLost):  # the controller has it done again
+                is_sent, num_bytes = False, 0
         call.answer(
             wire.pack_tokens(stopped.tokens),
             num_computed=stopped.num_computed,
-            num_sent=num_sent,
+            is_sent=is_sent,
             num_bytes=num_bytes,
             ago_s=anyio.current_time() - stopped_s,
         )
@@ -198,31 +198,20 @@ class Verbs:
 
     async def _push(self, key: str, first_block: int, num_tokens: int, fields: Fields) -> int:
         """Copy blocks of a source here to a sink at another host; return how many bytes."""
-        to, sink = _text(fields, "to"), _text(fields, "sink")
-        source, lent = self.lent.source(key), self.lent[key]
+        link = await self._peer(key, fields)
+        pages = await self.lent.source(key).read(first_block, num_tokens)
+        await link.write(pages)
+        return len(pages.data)
+
+    async def _peer(self, key: str, fields: Fields) -> PageLink:
+        """Return the link of a source here to the sink that a call names."""
+        lent, to, sink = self.lent[key], _text(fields, "to"), _text(fields, "sink")
         if self.peers is None:
             raise MigrationAborted("The source's host reaches no other hosts.", stage="copy")
         if lent.peer is None or lent.peer.is_closed:
-            lent.peer = PageLink(await self.peers.connect(to), source.layout)
+            lent.peer = PageLink(await self.peers.connect(to), lent.end.layout)
             await lent.peer.open(sink)
-        pages = await source.read(first_block, num_tokens)
-        await lent.peer.write(pages)
-        return len(pages.data)
-
-
-async def tokens_in(payload: bytes) -> tuple[int, ...]:
-    """Decode the tokens of a payload, a part in each turn of the event loop.
-
-    Raises:
-        ProtocolError: there is no whole number of them.
-    """
-    tokens: list[int] = []
-    turn_bytes = _TURN_TOKENS * wire.TOKEN_BYTES
-    for at in range(0, len(payload), turn_bytes):
-        tokens += wire.tokens_of(memoryview(payload)[at : at + turn_bytes])
-        if at:
-            await checkpoint()
-    return tuple(tokens)
+        return lent.peer
 
 
 def _card(fields: Fields) -> ModelCard:
