@@ -10,7 +10,7 @@ import anyio
 
 from hotswap.backends.nodes.messages import failure_of
 from hotswap.backends.transports import StreamChannel, wire
-from hotswap.backends.transports.link_errors import ProtocolError, reason_for
+from hotswap.backends.transports.link_errors import ProtocolError, reason_for, reason_in
 from hotswap.backends.transports.wire import Message
 from hotswap.errors import MigrationAborted, StoreError
 from hotswap.transport import Channel, Frame
@@ -116,5 +116,6 @@ class LinkToNode:
 
 def _reason(error: Exception) -> str:
     """What broke a link, without what the errors of links say of moves."""
-    known = reason_for(error.__cause__) if error.__cause__ is not None else reason_for(error)
-    return known or str(error).rstrip(".")
+    if isinstance(error, MigrationAborted):
+        return reason_in(error)
+    return reason_for(error) or str(error)

@@ -23,7 +23,7 @@ from hotswap.backends.nodes.readings import rank_of
 from hotswap.backends.stores import NvmeStore, PinnedStore, RemoteStore, TieredStore
 from hotswap.errors import ShardCorrupt, StoreError
 from hotswap.testing import WeightStoreConformance
-from tests.backends.nodes.hosts import Node, cluster, doors, over_tcp
+from tests.backends.nodes.hosts import Entered, Node, cluster, doors, over_tcp
 from tests.backends.stores.models import UNIT, put, put_all, read, read_rank
 
 A, B = ModelId("a"), ModelId("b")
@@ -202,6 +202,36 @@ async def test_a_peer_that_stalls_is_left_for_the_storage_at_the_byte_that_is_du
         assert "'n0' is not asked" in caplog.text
         stuck.num_free_chunks = 100
         stuck.gate.set()
+
+
+async def test_a_shard_goes_on_from_a_peer_that_has_more_of_it_and_not_all(tmp_path: Path) -> None:
+    manifest, ranks = put(tmp_path / "storage", "a", size=16 * UNIT, file_bytes=16 * UNIT)
+    (shard,) = manifest.shards
+    whole, arriving = storage_of(tmp_path / "storage"), storage_of(tmp_path / "storage")
+    whole.num_free_chunks, arriving.num_free_chunks = 5, 8
+    async with (
+        whole,
+        arriving,
+        doors("n1") as each,
+        cluster(arriving, tmp_path, ["n0"]) as nodes,
+        anyio.create_task_group() as tasks,
+    ):
+        each["n1"].host = StoreHost("n1", whole, part_bytes=UNIT)
+        tasks.start_soon(load, nodes["n0"])
+        await arrived(nodes["n0"], shard, 8 * UNIT)
+        links = {"n0": nodes["n0"].door.connect, "n1": each["n1"].connect}
+        peers = PeerStore(Entered(whole), links, node="n2")
+        data = bytearray()
+        async with peers.open(shard) as chunks:
+            async for chunk in chunks:
+                data += chunk.data
+                if len(data) == 5 * UNIT:
+                    await each["n1"].cut()
+                if len(data) == 8 * UNIT:
+                    arriving.num_free_chunks = 100
+                    arriving.gate.set()
+        assert data == ranks[0]
+        assert peers.num_bytes_from == {"n1": 5 * UNIT, "n0": 11 * UNIT}
 
 
 class Damaging(WrapperStore):
