@@ -6,6 +6,7 @@ from functools import partial
 
 import anyio
 import pytest
+from anyio import to_thread
 
 from hotswap import InstanceState
 from hotswap.abc import (
@@ -18,8 +19,9 @@ from hotswap.abc import (
     WrapperEngine,
 )
 from hotswap.backends.remote import EngineHost, RemoteEngine
+from hotswap.backends.sim import SimEngine
 from hotswap.backends.transports import LinkSecret, connect_tcp, serve_tcp
-from hotswap.errors import ConfigError, ControllerSuperseded, InstanceError, InstanceLost
+from hotswap.errors import ConfigError, ControllerSuperseded, InstanceError, InstanceLost, InvalidRequest
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.conformance.engine_suite import Reader
 from tests.backends.remote.support import MemoryLinks, expected, request, rig
@@ -126,6 +128,25 @@ async def test_a_controller_without_the_secret_is_refused_and_the_host_serves_on
                     pass
         async with RemoteEngine("e0", partial(connect_tcp, "127.0.0.1", port, secret=secret)) as engine:
             assert engine.status().state is InstanceState.EMPTY
+        tasks.cancel_scope.cancel()
+
+
+class Strict(SimEngine):
+    """Knows one grammar."""
+
+    def check_grammar(self, field: str, grammar: str) -> None:
+        if (field, grammar) != ("regex", "a+"):
+            raise InvalidRequest(f"{field} is not a+.")
+
+
+async def test_a_grammar_is_checked_at_the_host_from_any_thread() -> None:
+    async with Strict("e0") as behind, anyio.create_task_group() as tasks:
+        port = await tasks.start(serve_tcp, EngineHost(behind, Sim().make_store()).serve, "127.0.0.1")
+        async with RemoteEngine("e0", partial(connect_tcp, "127.0.0.1", port)) as engine:
+            assert isinstance(engine, SupportsGrammars)
+            await to_thread.run_sync(engine.check_grammar, "regex", "a+")
+            with pytest.raises(InvalidRequest, match="json_schema"):
+                await to_thread.run_sync(engine.check_grammar, "json_schema", "{}")
         tasks.cancel_scope.cancel()
 
 
