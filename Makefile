@@ -7,7 +7,7 @@
 #   ARGS         more arguments for pytest or for the demo: make test ARGS="tests/policies -x"
 #   WORKERS      test processes: one per core, eight at most. 0 runs them in pytest's own.
 #   WITHOUT      make test WITHOUT=vllm leaves out the tests over vLLM, and the gigabyte that they install;
-#                so do ARGS, which choose other tests.
+#                WITHOUT="vllm ray" those over Ray, too. So do ARGS, which choose other tests.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -30,13 +30,14 @@ comma := ,
 READY := .venv/.ready-$(subst /,_,$(CONSTRAINTS))-$(subst $(comma),_,$(EXTRAS))
 BENCH := .cache/bench-env
 VLLM := .cache/vllm-env
+RAY := .cache/ray-env
 SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test vllm-test gpu-test bench bench-env vllm-env vllm-sources check check-style check-mypy check-pyright public-types format wheel clean
+.PHONY: help venv demo test vllm-test ray-test gpu-test bench bench-env vllm-env vllm-sources ray-env check check-style check-mypy check-pyright public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -50,11 +51,16 @@ demo: $(READY)  ## serve three models on two engines and watch them swap
 test: $(READY)  ## run every test that needs no GPU
 	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)
 	@$(if $(ARGS)$(filter vllm,$(WITHOUT)),echo "The tests over vLLM are left out.",$(MAKE) --no-print-directory vllm-test)
+	@$(if $(ARGS)$(filter ray,$(WITHOUT)),echo "The tests over Ray are left out.",$(MAKE) --no-print-directory ray-test)
 
 # One thread, so that cores may be forked; what vLLM itself is warned of is not ours.
 vllm-test: $(VLLM)/.ready vllm-sources  ## run the tests of the vLLM backend, over the real vLLM for CPUs
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not gpu" -o filterwarnings=default \
 	    -n 2 --dist=loadfile tests/backends/vllm $(ARGS)
+
+# In one process: all tests share a cluster of three nodes.
+ray-test: $(RAY)/.ready  ## run the tests of the Ray backend, over a cluster of three nodes on this machine
+	@$(RAY)/bin/python -m pytest -o filterwarnings=default tests/backends/ray $(ARGS)
 
 gpu-test: $(READY)  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
@@ -66,6 +72,8 @@ bench: $(READY) bench-env  ## run the benchmarks, each printing a ratio beside a
 bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare with
 
 vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, for its tests and for `benchmarks engine`; over a gigabyte
+
+ray-env: $(RAY)/.ready  ## install Ray, for its tests and for `benchmarks remote`; a quarter of a gigabyte
 
 # Less than 20 MB of a wheel of hundreds. Without them, one file of the tests over vLLM has less to look at.
 vllm-sources: constraints/vllm-sources.txt | $(READY)  ## fetch the Python files of the newest vLLM, to look for what hotswap relies on
@@ -122,6 +130,13 @@ $(VLLM)/.vllm: benchmarks/requirements-vllm.txt | $(READY)
 $(VLLM)/.ready: $(VLLM)/.vllm pyproject.toml
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,testing,llamacpp]" \
 	    gguf psutil pytest-timeout pytest-xdist
+	@touch $@
+
+# With a torch of its own, so that nothing of .venv is pinned by Ray.
+$(RAY)/.ready: pyproject.toml $(CONSTRAINTS) | $(READY)
+	@test -x $(RAY)/bin/python || $(BIN)/python -m venv $(RAY)
+	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[torch,testing,ray]" psutil pytest-timeout
 	@touch $@
 
 # One after the other: a peer that cannot be installed here leaves the others, and the report says that it is missing.

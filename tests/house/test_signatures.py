@@ -13,6 +13,7 @@ PUBLIC = (
     "hotswap.backends.llamacpp",
     "hotswap.backends.nodes",
     "hotswap.backends.process",
+    "hotswap.backends.ray",
     "hotswap.backends.remote",
     "hotswap.backends.sim",
     "hotswap.backends.stores",

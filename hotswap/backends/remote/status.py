@@ -51,6 +51,11 @@ class RemoteStatus(StatusNotifier):
         """The status."""
         return self._shown
 
+    def move(self, node: str) -> None:
+        """Show another node from now on."""
+        self._node, self._told = node, self._told.updated(node=node)
+        self._show()
+
     def tell(self, status: EngineStatus) -> None:
         """Take what the host tells."""
         self._told = status.updated(node=self._node) if self._node else status

@@ -17,7 +17,16 @@ from hotswap.backends.process import ProcessEngine
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, sim_bytes, sim_manifest
 from tests.patience import PATIENCE_S
 
-__all__ = ["checked_manifest", "checked_store", "kill", "sim_engine", "sim_process", "until", "wait_for_end"]
+__all__ = [
+    "checked",
+    "checked_manifest",
+    "checked_store",
+    "kill",
+    "sim_engine",
+    "sim_process",
+    "until",
+    "wait_for_end",
+]
 
 QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0, adapter_s=0.001)
 SIZES = {"a": 25 * 4096, "b": 15 * 4096}
@@ -43,7 +52,11 @@ def checked_store() -> SimStore:
 
 def checked_manifest(name: str) -> Manifest:
     """The manifest of a model of that store."""
-    manifest = sim_manifest(name, SIZES[name])
+    return checked(sim_manifest(name, SIZES[name]))
+
+
+def checked(manifest: Manifest) -> Manifest:
+    """The manifest of a simulated model, with checksums of its bytes."""
     return replace(manifest, shards=tuple(map(_with_checksum, manifest.shards)))
 
 

@@ -1,0 +1,116 @@
+"""What is asked of Ray, which has no types: nodes, actors, and the answers of actors.
+
+Calls that wait for Ray's head run in worker threads, so that an event loop never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final, TypeAlias
+
+from hotswap.errors import ConfigError
+from hotswap.worker_threads import run_in_thread
+
+__all__ = [
+    "Actor",
+    "RayError",
+    "RayNode",
+    "alive_nodes",
+    "check_connected",
+    "find_actor",
+    "kill",
+    "make_actor",
+    "on_node",
+    "own_address",
+    "reason_of",
+]
+
+_ray: Any = import_module("ray")
+_strategies: Any = import_module("ray.util.scheduling_strategies")
+
+Actor: TypeAlias = Any
+"""A handle of an actor; `await actor.method.remote(...)` calls it."""
+
+RayError: Final[type[Exception]] = _ray.exceptions.RayError
+
+_MAX_REASON = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """A node of a Ray cluster that is alive.
+
+    Attributes:
+        name: Its address; it names the node for engines and stores. A node that comes back has the same.
+        id: What Ray calls it; a node that comes back has another.
+        labels: Its labels.
+        resources: All its resources, such as `{"CPU": 16.0, "GPU": 8.0}`, also those that are in use.
+    """
+
+    name: str
+    id: str
+    labels: Mapping[str, str]
+    resources: Mapping[str, float]
+
+
+def check_connected() -> None:
+    """Raise `ConfigError` unless this process is connected to a cluster."""
+    if not _ray.is_initialized():
+        raise ConfigError("This process is not connected to a Ray cluster; call ray.init(address=...) first.")
+
+
+async def alive_nodes() -> list[RayNode]:
+    """Return the nodes that are alive, in the order of their names.
+
+    Raises:
+        ConfigError: this process is not connected to a cluster.
+        RayError: the head does not answer.
+    """
+    check_connected()
+    nodes = [
+        RayNode(
+            name=str(node["NodeManagerAddress"]),
+            id=str(node["NodeID"]),
+            labels=dict(node.get("Labels") or {}),
+            resources={str(name): float(amount) for name, amount in node["Resources"].items()},
+        )
+        for node in await run_in_thread(_ray.nodes, abandon_on_cancel=True)
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (node.name, node.id))
+
+
+def on_node(node: RayNode) -> object:
+    """Return the scheduling strategy for that node alone."""
+    return _strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
+
+
+def make_actor(kind: type, options: Mapping[str, object], *args: object) -> Actor:
+    """Have Ray make an actor, or find the one of its name; it may wait for the head, but not for a place."""
+    return _ray.remote(kind).options(**options).remote(*args)
+
+
+async def find_actor(name: str, namespace: str) -> Actor:
+    """Return an actor by its name; raise `ValueError` if there is none."""
+    return await run_in_thread(_ray.get_actor, name, namespace, abandon_on_cancel=True)
+
+
+async def kill(actor: Actor) -> None:
+    """End an actor's process, if it has one; or have it never started."""
+    await run_in_thread(_ray.kill, actor)
+
+
+def own_address() -> str:
+    """Return the address of the node on which this process is."""
+    return str(_ray.util.get_node_ip_address())
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error of Ray says, in one line, for the end of a sentence."""
+    text = " ".join(str(error).split())
+    _, because, reason = text.partition(" because ")  # before it are the names of the actor, after it advice
+    reason = reason.partition(" Some common causes ")[0] or text
+    cut = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
+    return f"Ray says{' that' if because else ':'} {cut.rstrip('.')}"

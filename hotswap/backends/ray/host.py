@@ -1,0 +1,171 @@
+"""`EngineActor`: the process of one engine on a node of a Ray cluster, and how it reaches others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import anyio
+
+from hotswap.backends.nodes import StoreHost
+from hotswap.backends.ray.cluster import RayError, find_actor, own_address, reason_of
+from hotswap.backends.remote import EngineHost, PeerLinks
+from hotswap.backends.transports import LinkSecret, connect_tcp, serve_tcp
+from hotswap.engine import Engine
+from hotswap.errors import MigrationAborted
+from hotswap.store import WeightStore
+from hotswap.transport import Channel
+
+__all__ = ["Address", "EngineActor", "EngineMaker", "ServedEngine", "StoreMaker"]
+
+log = logging.getLogger("hotswap")
+
+_ASK_S = 5.0
+
+EngineMaker: TypeAlias = Callable[[], Engine]
+StoreMaker: TypeAlias = Callable[[], WeightStore]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEngine:
+    """What an actor serves.
+
+    Attributes:
+        id: The engine's name.
+        make_engine: Makes the engine.
+        make_store: Makes the store that it reads.
+        actor: The actor's name in Ray.
+        namespace: That of the actor's name.
+        silence_s: The limit of links.
+    """
+
+    id: str
+    make_engine: EngineMaker
+    make_store: StoreMaker
+    actor: str
+    namespace: str
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where an actor serves its engine and its store; only calls of Ray tell the secret.
+
+    Attributes:
+        node: The address of its node.
+        engine_port: Where the engine is served.
+        store_port: Where its store is served.
+        key: Of the secret of both.
+        pid: The id of its process, on that node.
+    """
+
+    node: str
+    engine_port: int
+    store_port: int
+    key: bytes = field(repr=False)
+    pid: int
+
+    async def link_to_engine(self) -> Channel:
+        """Open a link to the engine; raises `MigrationAborted`."""
+        return await connect_tcp(self.node, self.engine_port, secret=LinkSecret(self.key))
+
+    async def link_to_store(self) -> Channel:
+        """Open a link to the store; raises `MigrationAborted`."""
+        return await connect_tcp(self.node, self.store_port, secret=LinkSecret(self.key))
+
+
+class EngineActor:
+    """The class of the actors: `run` has the engine for as long as the actor lives.
+
+    It is made by `RayEngine`. `run` is one task from its start to its end, because task groups and scopes of
+    an engine belong to the task that has entered them; every controller calls it, and the first call runs.
+    """
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+        self._key = secrets.token_bytes(32)
+        self._address: Address | str | None = None
+        self._runs = False
+        self._told, self._stopping, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def run(self) -> None:
+        """Serve the engine until `stop` is called."""
+        if self._runs:
+            return
+        self._runs = True
+        try:
+            await self._serve()
+        except Exception as exc:
+            log.exception("Engine %r has ended.", self._served.id)
+            self._tell(f"{type(exc).__name__}: {exc}")
+        finally:
+            self._ended.set()
+
+    async def address(self) -> Address | str:
+        """Return where the engine is served, once it is; or why it has ended."""
+        await self._told.wait()
+        assert self._address is not None, "it was told"
+        return self._address
+
+    async def stop(self) -> None:
+        """End the engine, and return when its resources are released."""
+        self._stopping.set()
+        await self._ended.wait()
+
+    async def _serve(self) -> None:
+        served, node = self._served, own_address()
+        store, engine = served.make_store(), served.make_engine()
+        async with store, engine, anyio.create_task_group() as links:
+            serve = partial(serve_tcp, secret=LinkSecret(self._key))
+            host = EngineHost(engine, store, silence_s=served.silence_s)
+            host.peers = _ActorPeers(served.actor, served.namespace)
+            engine_port = await links.start(serve, host.serve, node)
+            store_port = await links.start(serve, StoreHost(node, store).serve, node)
+            self._tell(
+                Address(
+                    node=node, engine_port=engine_port, store_port=store_port, key=self._key, pid=os.getpid()
+                )
+            )
+            await self._stopping.wait()
+            links.cancel_scope.cancel()
+
+    def _tell(self, address: Address | str) -> None:
+        self._address = address
+        self._told.set()
+
+
+class _ActorPeers(PeerLinks):
+    """Hosts that are actors reach each other by the names of these; Ray tells the rest."""
+
+    def __init__(self, actor: str, namespace: str) -> None:
+        self.address, self._namespace = actor, namespace
+        self._known: dict[str, Address] = {}
+
+    async def connect(self, address: str) -> Channel:
+        known = self._known.get(address)
+        if known is None:
+            known = self._known[address] = await self._ask(address)
+        try:
+            return await known.link_to_engine()
+        except MigrationAborted:
+            del self._known[address]  # it may have started anew
+            raise
+
+    async def _ask(self, name: str) -> Address:
+        try:
+            with anyio.fail_after(_ASK_S):
+                actor = await find_actor(name, self._namespace)
+                address = await actor.address.remote()
+        except TimeoutError as exc:
+            message = f"Ray did not say within {_ASK_S:g} s where host {name!r} is; its head may be lost."
+            raise MigrationAborted(message, stage="link") from exc
+        except (ValueError, RayError) as exc:
+            raise MigrationAborted(f"Host {name!r} cannot be found; {reason_of(exc)}.", stage="link") from exc
+        if not isinstance(address, Address):
+            raise MigrationAborted(f"Host {name!r} has ended: {address}", stage="link")
+        return address

@@ -1,0 +1,137 @@
+"""Engines and stores of the nodes of a Ray cluster, as nodes come and go."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import pytest
+import ray
+from anyio import to_thread
+
+from hotswap import FleetView, InstanceState, ModelId
+from hotswap.abc import SupportsPrefetch
+from hotswap.backends.ray import RayEngine, RayEngines
+from hotswap.backends.sim import SimEngine
+from hotswap.errors import ConfigError, InstanceLost
+from hotswap.policies import StartupTimePlacement
+from tests.backends.ray.local_cluster import NODES, LocalCluster
+from tests.backends.ray.support import (
+    LONG,
+    PROMPT,
+    engine_on,
+    settled,
+    sim_engine,
+    sim_store,
+    until,
+)
+from tests.runtime.support import Idle, read, sim_fleet
+
+JOINING = "127.0.0.5"
+
+
+def _instances(view: FleetView) -> set[str]:
+    return {instance.id for instance in view.instances}
+
+
+def _no_engine() -> SimEngine:
+    raise ValueError("there is no device 'cuda:9'")
+
+
+async def test_a_model_is_placed_where_its_tier_is_fastest_and_elsewhere_when_that_node_dies(
+    cluster: LocalCluster,
+) -> None:
+    engines = RayEngines.per_node(sim_engine, sim_store, silence_s=3.0)
+    async with engines, anyio.create_task_group() as tasks:
+        stores = engines.stores()
+        placement = StartupTimePlacement()
+        async with sim_fleet("a", "b", engines=engines.engines, store=stores, scheduler=placement) as fleet:
+            tasks.start_soon(engines.follow, fleet)
+            near = stores.on("127.0.0.4")
+            assert isinstance(near, SupportsPrefetch)
+            await near.prefetch(ModelId("a"))
+            assert [r.node for r in fleet.view().store.residency if r.tier == "host"] == ["127.0.0.4"]
+            await read(fleet, "a", PROMPT, LONG)
+            assert [(swap.instance, swap.tier) for swap in fleet.swaps] == [("127.0.0.4-0", "host")]
+            async with anyio.create_task_group() as clients:
+                clients.start_soon(read, fleet, "a", PROMPT, LONG)
+                await until(lambda: fleet.view().running != ())
+                clients.start_soon(cluster.lose, "127.0.0.4")
+            last = [swap for swap in fleet.swaps if swap.model_after == "a"][-1]
+            assert (last.instance, last.tier) in {("127.0.0.2-0", "disk"), ("127.0.0.3-0", "disk")}
+            await until(lambda: _instances(fleet.view()) == {"127.0.0.2-0", "127.0.0.3-0"})
+            await until(lambda: set(stores.nodes) == {"127.0.0.2", "127.0.0.3"})
+            await settled(fleet)
+            tasks.cancel_scope.cancel()
+
+
+async def test_engines_of_a_node_join_the_fleet_with_it_and_leave_with_it(cluster: LocalCluster) -> None:
+    engines = RayEngines.per_node(sim_engine, sim_store, labels={"at": JOINING}, silence_s=3.0)
+    async with engines, anyio.create_task_group() as tasks:
+        assert engines.engines == ()
+        stores = engines.stores()
+        async with stores, sim_fleet("a", engines=[], scheduler=Idle()) as fleet:
+            tasks.start_soon(engines.follow, fleet)
+            await cluster.add(JOINING)
+            await until(lambda: "127.0.0.5-0" in _instances(fleet.view()))
+            assert stores.nodes == (JOINING,)
+            await fleet.swap("127.0.0.5-0", to="a")
+            await read(fleet, "a", PROMPT, LONG)
+            await settled(fleet)
+            await cluster.lose(JOINING)
+            await until(lambda: fleet.view().instances == ())
+            await until(lambda: stores.nodes == ())
+            tasks.cancel_scope.cancel()
+
+
+async def test_gpus_are_shared_out_and_one_more_engine_finds_no_place(cluster: LocalCluster) -> None:
+    await cluster.add(JOINING, num_gpus=1)
+    engines = RayEngines.per_gpu(sim_engine, sim_store, share=0.5)
+    async with engines:
+        assert [engine.id for engine in engines.engines] == ["127.0.0.5-0", "127.0.0.5-1"]
+        late = RayEngine("late", partial(sim_engine, "late"), sim_store, options={"num_gpus": 1}, start_s=2.0)
+        with pytest.raises(InstanceLost, match="within 2 s"):
+            async with late:
+                pass
+    with pytest.raises(ConfigError, match="share"):
+        RayEngines.per_gpu(sim_engine, sim_store, share=1.5)
+
+
+async def test_a_restart_that_finds_no_place_ends_in_an_error(cluster: LocalCluster) -> None:
+    await cluster.add(JOINING)
+    async with engine_on(JOINING, "e0", silence_s=3.0, start_s=15.0) as engine:
+        await cluster.lose(JOINING)
+        await until(lambda: engine.status().state is InstanceState.LOST)
+        with pytest.raises(InstanceLost, match=f"within 15 s.*{JOINING}"):
+            await engine.unload()
+        await cluster.add(JOINING)
+        await engine.unload()
+        assert engine.status().state is InstanceState.EMPTY
+
+
+async def test_an_engine_that_cannot_be_made_is_refused_with_its_reason(cluster: LocalCluster) -> None:
+    with pytest.raises(InstanceLost, match="no device"):
+        async with RayEngine("e0", _no_engine, sim_store):
+            pass
+
+
+async def test_a_placement_group_spreads_engines_over_nodes(cluster: LocalCluster) -> None:
+    group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+    try:
+        engines = [
+            RayEngine(id, partial(sim_engine, id), sim_store, options={"scheduling_strategy": strategy})
+            for number, id in enumerate(("e0", "e1"))
+            for strategy in [ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, number)]
+        ]
+        async with engines[0], engines[1]:
+            first, second = (engine.status().node for engine in engines)
+            assert {first, second} < set(NODES)
+            assert first != second
+    finally:
+        await to_thread.run_sync(ray.util.remove_placement_group, group)
+
+
+async def test_options_that_the_engine_sets_itself_are_refused_by_name(cluster: LocalCluster) -> None:
+    for name in ("max_restarts", "lifetime", "name"):
+        with pytest.raises(ConfigError, match=name):
+            RayEngine("e0", partial(sim_engine, "e0"), sim_store, options={name: 1})
