@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hotswap import FleetView, InstanceView, ModelView, TimesView
+from hotswap.action import Swap
 from hotswap.policies import CostSwap, KeepAliveSwap, LeastLoadedRouter
 from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
 from tests.policies.loads import running
@@ -67,17 +68,22 @@ def test_an_eviction_costs_the_turns_of_others_that_wait() -> None:
     assert plan(of([serving("e0", "a", 1)], models, [("b", 54.0), ("c", 0.0)])) == [("e0", "b")]
 
 
-def test_requests_that_end_soon_are_left_to_end_once() -> None:
-    """By 10 tokens, 0.2 s; evictions cost 40 s, which b's request loses in as many, and 0.4 s more then."""
+def beside(wait_s: float, num_remaining: int = 10_000) -> list[Swap]:
+    """Plan for a request that waits for b, beside one of a that runs on the only instance."""
     models = [model("a", 1), model("b", 1, waiting=1)]
+    one = replace(running("r", "e0"), num_tokens=0, num_remaining=num_remaining)
+    view = replace(of([serving("e0", "a", 1)], models, [("b", wait_s)]), running=(one,))
+    return [action for action in CostSwap().plan(view) if isinstance(action, Swap)]
 
-    def after(wait_s: float, num_remaining: int) -> list[tuple[str, str]]:
-        run = replace(running("r", "e0"), num_tokens=0, num_remaining=num_remaining)
-        return plan(replace(of([serving("e0", "a", 1)], models, [("b", wait_s)]), running=(run,)))
 
-    assert after(40.1, 10) == []
-    assert after(40.1, 10_000) == [("e0", "b")]
-    assert after(40.3, 10) == [("e0", "b")]
+def test_requests_that_end_soon_are_drained_for_as_long_as_that_costs_less_than_to_evict_them() -> None:
+    """Ten tokens take 0.2 s, as long as b's request then has waited; 40 s are what an eviction costs."""
+    assert beside(0.19, num_remaining=10) == []
+    (swap,) = beside(0.21, num_remaining=10)
+    assert 0.2 < swap.deadline_s <= 40.0
+    assert beside(39.9) == []
+    (swap,) = beside(40.1)
+    assert swap.deadline_s == 0.0
 
 
 def test_a_turn_lasts_for_two_swaps() -> None:
@@ -130,6 +136,17 @@ def test_a_request_beside_a_busy_model_waits_no_longer_than_the_stated_bound() -
     patient = played(two_models(400, 1.0), KeepAliveSwap(), 1)
     (starved,) = (request for request in patient.requests if request.model == "b")
     assert b.ttft_s < starved.ttft_s / 3
+
+
+def test_requests_with_short_answers_end_where_they_are() -> None:
+    """Two models share an engine, and each answer of a few tokens ends long before an eviction would pay."""
+    requests = [
+        TraceRequest(arrive_s=0.5 * n, model="ab"[n % 2], prompt_tokens=200, output_tokens=5)
+        for n in range(100)
+    ]
+    outcome = played(Trace.of(requests, "short answers"), CostSwap(), 1)
+    assert len(outcome.swaps) > 10
+    assert not any(swap.num_evicted for swap in outcome.swaps)
 
 
 def test_the_default_needs_no_arguments() -> None:

@@ -31,21 +31,25 @@ class CostSwap(Scheduler):
     It needs no numbers. Both sides are seconds of requests, by the times that the fleet has measured of its
     own swaps and prefills (`FleetView.times`), so nothing has to be tuned to models, devices or loads:
 
-        lost(m, i) = w(m) x sum over the requests that wait for m of  t max(1, t / (4 S))
-        cost(m, i) = 0 without a request on the instance i, else
-                     w(v) n (S + 2 S + q 3 S / E + swap_s(v, i) + prefill_s(tokens)) / r(v)
-        swap i to m   for the i of the least cost(m, i), if lost(m, i) >= cost(m, i)
+        lost(m, i)  = w(m) x sum over the requests that wait for m of  t max(1, t / (4 S))
+        stop(m, i)  = S + 2 S + q 3 S / E + swap_s(v, i) + prefill_s(tokens)
+        evict(m, i) = w(v) n stop(m, i) / r(v)
+        drain(m, i) = lost(m, i) at the end of the requests on i, less lost(m, i) now
+        swap i to m   for the i of the least cost(m, i) = min(evict, drain), if lost(m, i) >= cost(m, i)
 
     with *t* the seconds that a request has waited and *S* = `swap_s(m, i)`; *v* the model that *i* has, *n*
     its requests there with all their tokens, *r* its replicas; *w* the `weight`; *q* the other models that
-    wait without a replica, *E* the instances. The *n* requests stop until *i* has come to *m*, *m* has had a
-    turn of 2 *S*, the *q* others, on *E* instances, have had theirs, and *i* has come back; then their tokens
-    are computed again. With other replicas they lose less.
+    wait without a replica, *E* the instances. An instance without a request costs nothing.
 
-    Where all *n* requests end so soon that waiting for it would lose less than the cost, those that wait do
-    so once: what they would lose is added to the cost. The end is `num_remaining` tokens of
-    `FleetView.times.token_s` away at most, so the rule does something only where requests bound their answers
-    (`Sampling.max_tokens`) by little more than they have.
+    **Evicted requests** stop until *i* has come to *m*, *m* has had a turn of 2 *S*, the *q* others, on *E*
+    instances, have had theirs, and *i* has come back; then their tokens are computed again. With other
+    replicas they lose less.
+
+    **Requests that end soon** are left to end, where those that wait lose less by that than the others would
+    by being evicted: the instance admits none, and goes to *m* when they have ended, at the latest when
+    waiting for them has cost as much as evicting them (`Swap.deadline_s`). Their end is `num_remaining`
+    tokens of `FleetView.times.token_s` away at most, so the rule does something only where requests bound
+    their answers (`Sampling.max_tokens`) by little more than they have.
 
     Waits grow by themselves, the long ones with their square, so every waiting model has its turn. The model
     whose requests have waited most goes first, halved for each failed load.
@@ -65,8 +69,8 @@ class CostSwap(Scheduler):
     **The longest wait.** On one instance, with weights of 1, a single request for a model without a replica
     waits, while no third model does, at most
 
-        max(2 sqrt(S C), F, 2 (S + T)) + I + S  where C = 2 n (4 S + T) is the cost, and C for 2 sqrt(S C)
-                                                if that is under 4 S
+        max(2 sqrt(S C), F, 2 (S + T)) + I + S  where C = 2 n (4 S + T) is twice the most that evictions
+                                                cost, and C for 2 sqrt(S C) if that is under 4 S
 
     seconds: *T* the seconds of prefill of the *n* requests there, *F* the first tokens of their turn, *I* the
     fleet's interval. Each model whose requests have waited more takes one such turn before.
@@ -90,9 +94,11 @@ class CostSwap(Scheduler):
             lost_s = wait.lost_s(costs.swap_s(model.id, fleet.instance(best.id)))
             if lost_s >= best.cost_s:  # which is infinite where a turn has just begun
                 lost = f"requests for {model.id} have lost {lost_s:.3g} s by waiting"
-                reason = f"{lost}; others would lose {best.cost_s:.3g} s on {best.id}"
-                swap = Swap(instance=best.id, model=model.id, reason=reason)
+                more = "by waiting for others to end" if best.deadline_s else "if others were evicted"
+                reason = f"{lost}; {more} on {best.id} {best.cost_s:.3g} s would be lost"
+                swap = Swap(instance=best.id, model=model.id, deadline_s=best.deadline_s, reason=reason)
                 allocation.swap(swap)
+                costs.count_queued()
                 yield swap
 
 
@@ -102,6 +108,10 @@ class _Wait:
 
     model: ModelView
     seconds: Sequence[float]
+
+    def more_s(self, swap_s: float, after_s: float) -> float:
+        """Return what they lose by `after_s` more of waiting."""
+        return self.lost_s(swap_s, after_s=after_s) - self.lost_s(swap_s)
 
     def lost_s(self, swap_s: float, *, after_s: float = 0.0) -> float:
         """Return what they have lost, where a swap takes so long; less if the model failed to load.
@@ -115,13 +125,14 @@ class _Wait:
 
 
 class _Price(NamedTuple):
-    """What an instance costs; a smaller one is better."""
+    """What an instance costs; a smaller one is better. Its requests get `deadline_s` to finish."""
 
     cost_s: float
     taken: bool
     unprepared: bool
     used_s: float
     id: InstanceId
+    deadline_s: float
 
 
 class _Costs:
@@ -130,17 +141,24 @@ class _Costs:
     def __init__(self, fleet: FleetView, allocation: Allocation, waiting: Sequence[ModelView]) -> None:
         self._fleet, self._allocation, self._waiting = fleet, allocation, waiting
         self._known_s: dict[tuple[ModelId, str, bool, bool], float] = {}
+        self._queued: set[ModelId] = set()
         self._tokens: Counter[InstanceId] = Counter()
         self._remaining: dict[InstanceId, int] = {}
         for run in fleet.running:
             self._tokens[run.instance] += run.num_tokens
             self._remaining[run.instance] = max(run.num_remaining, self._remaining.get(run.instance, 0))
+        self.count_queued()
+
+    def count_queued(self) -> None:
+        """Count anew which models wait for an instance and have none, after a swap was added."""
+        self._queued = {model.id for model in self._waiting if not self._allocation.num_replicas(model)}
 
     def of(self, wait: _Wait, instance: InstanceView) -> _Price:
         """Return what others lose if an instance goes to a model; infinite where a turn has just begun."""
         taken = instance.state is not InstanceState.EMPTY
         unprepared = instance.preloaded != wait.model.id
-        return _Price(self._cost_s(wait, instance), taken, unprepared, used_s(instance), instance.id)
+        cost_s, deadline_s = self._cost_s(wait, instance)
+        return _Price(cost_s, taken, unprepared, used_s(instance), instance.id, deadline_s)
 
     def swap_s(self, model: ModelId, instance: InstanceView) -> float:
         """Return `FleetView.swap_s`, worked out once for instances that are alike."""
@@ -151,26 +169,28 @@ class _Costs:
             seconds = self._known_s[key] = self._fleet.swap_s(model, instance)
         return seconds
 
-    def _cost_s(self, wait: _Wait, instance: InstanceView) -> float:
+    def _cost_s(self, wait: _Wait, instance: InstanceView) -> tuple[float, float]:
+        """Return the cost, and the seconds that requests on the instance get to finish."""
         donor = None if instance.model is None else self._allocation.models.get(instance.model)
         if donor is None or not instance.num_requests:
-            return 0.0
+            return 0.0, 0.0
         there_s = self.swap_s(wait.model.id, instance)
         prefill_s = self._fleet.times.prefill_s(self._tokens[instance.id])
         since_s = instance.serving_since_s
         if since_s is not None and self._fleet.now_s - since_s < _TURN * (there_s + prefill_s):
-            return inf
-        turn_s = there_s + _TURN * there_s
-        stopped_s = turn_s * (1 + self._num_queued(wait.model) / len(self._fleet.instances))
-        stopped_s += self.swap_s(donor.id, instance) + prefill_s
-        cost_s = donor.weight * instance.num_requests * stopped_s / self._allocation.num_replicas(donor)
+            return inf, 0.0
+        num_queued = len(self._queued) - (wait.model.id in self._queued)
+        stop_s = (there_s + _TURN * there_s) * (1 + num_queued / len(self._fleet.instances))
+        stop_s += self.swap_s(donor.id, instance) + prefill_s
+        evict_s = donor.weight * instance.num_requests * stop_s / self._allocation.num_replicas(donor)
         end_s = self._fleet.times.token_s * self._remaining.get(instance.id, 0)
-        until_end_s = wait.lost_s(there_s, after_s=end_s) - wait.lost_s(there_s)
-        return cost_s + until_end_s if until_end_s < cost_s else cost_s
-
-    def _num_queued(self, model: ModelView) -> int:
-        """How many other models wait for an instance and have none."""
-        return sum(m.id != model.id and not self._allocation.num_replicas(m) for m in self._waiting)
+        drain_s = wait.more_s(there_s, end_s)
+        if not 0 < drain_s < evict_s:
+            return evict_s, 0.0
+        deadline_s = end_s  # which is an estimate: longer, while that costs no more than to evict
+        while wait.more_s(there_s, 2 * deadline_s) <= evict_s:
+            deadline_s *= 2
+        return drain_s, deadline_s
 
 
 def _waits(fleet: FleetView, allocation: Allocation) -> list[_Wait]:
