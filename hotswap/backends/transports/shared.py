@@ -1,6 +1,6 @@
 """Channels between processes of one machine: payloads are in memory that both processes map.
 
-    Unix socket    the connection; carries messages, each with the place of its payload
+    Unix socket    the connection; carries messages, each with its payload if that is short, or its place
     two rings      payloads, one ring each way: written by one end, read in place by the other
     socket pair    one byte for each place that its reader has freed
 
@@ -39,6 +39,7 @@ from hotswap.transport import Channel, Frame
 __all__ = ["SharedChannel", "connect_shared", "serve_shared"]
 
 _RING_BYTES = 32 << 20
+_SMALL_BYTES = 4096  # so short a payload goes with its message: a place costs more than its bytes
 _MAX_PLACES = 64  # so few bytes always fit in a socket buffer: freeing a place never waits
 _HELLO = struct.Struct("=4sIQ")  # magic, version, bytes of a ring
 _MAGIC, _VERSION = b"HSSM", 1
@@ -69,7 +70,7 @@ class SharedChannel(Channel):
         self._control = StreamChannel(
             control,
             max_message_bytes=_PLACE.size + MAX_MESSAGE_BYTES,
-            max_payload_bytes=0,
+            max_payload_bytes=_SMALL_BYTES,
             stall_s=stall_s,
         )
         self._places, self._out, self._in, self._stall_s = places, out, inward, stall_s
@@ -81,6 +82,9 @@ class SharedChannel(Channel):
         data = self.fitting(message, payload)
         with self._sending:
             async with self._or_broken():
+                if 0 < len(data) <= _SMALL_BYTES:
+                    await self._control.send(_PLACE.pack(0, 0) + message, data)
+                    return
                 at = await self._place_for(len(data))
                 if self._control.is_broken:
                     raise self._control.broken()
@@ -103,11 +107,14 @@ class SharedChannel(Channel):
                     with anyio.fail_after(self._stall_s):
                         await self._places.send(b"\0")
                     self._lends = False
-                frame = await self._control.receive(max_message_bytes=_PLACE.size + message_bytes)
+                frame = await self._control.receive(
+                    max_message_bytes=_PLACE.size + message_bytes,
+                    max_payload_bytes=min(_SMALL_BYTES, payload_bytes),
+                )
                 payload = self._payload_of(frame)
                 check_lengths((0, len(payload)), (0, payload_bytes))
                 self._lends = len(payload) > 0
-                return Frame(frame.message[_PLACE.size :], payload)
+                return Frame(frame.message[_PLACE.size :], payload or frame.payload)
 
     async def aclose(self) -> None:
         await self._control.break_off("this end was closed")
