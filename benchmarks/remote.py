@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peer_weights, process_tokens
+from benchmarks import peer_weights, process_tokens, ray_tokens
 from benchmarks.command import parser_of, save
 from benchmarks.measure import WORK, Summary, brief, machine
 from benchmarks.table import show
@@ -24,6 +24,7 @@ __all__ = ["main", "measure"]
 PARTS = {
     "peers": "weights from one node to another, beside a plain socket, and to four at once",
     "process": "tokens of an engine in a process of its own, beside the same engine here",
+    "ray": "tokens of an engine in an actor of Ray, beside Ray's own generators; needs `make ray-env`",
 }
 
 
@@ -36,6 +37,8 @@ def measure(parts: Sequence[str], directory: Path = WORK, *, full: bool = False)
         report |= peer_weights.measure(settings, directory)
     if "process" in parts:
         report |= process_tokens.measure(process_tokens.Settings())
+    if "ray" in parts:
+        report |= ray_tokens.measure(ray_tokens.Settings())
     return report
 
 
@@ -54,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "process_us_per_token" in report:
         lines += process_tokens.rows(report)
         kept &= Summary.of(report["process_us_per_token"]["added"]).median <= process_tokens.MOST_US
+    if "cpu_us_per_token" in report:
+        lines += ray_tokens.rows(report)
+        kept &= ray_tokens.is_kept(report)
     show("between nodes", ["", "median [min-max]", "limit"], lines)
     save(brief(report), options.json)
     return 0 if kept else 1
