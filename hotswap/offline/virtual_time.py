@@ -1,8 +1,9 @@
 """A simulated clock for unchanged asyncio code: an hour of sleep passes in milliseconds.
 
-The loop replaces public methods only (`time`, `call_at`, `call_later`) and hands asyncio a selector that
-never waits. Code that must run under it takes its time from `anyio.current_time` and its sleep from `anyio`;
-sockets, subprocesses and threads live in real time, so waiting for one of them is a deadlock here.
+The loop replaces `time`, `call_soon`, `call_at` and `call_later`, and its turn: asyncio's own looks at
+sockets and at the real time, which costs a fiftieth of a simulation. Code that must run under it takes its
+time from `anyio.current_time` and its sleep from `anyio`; sockets, subprocesses and threads live in real
+time, so waiting for one of them is a deadlock here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import functools
 import heapq
 import itertools
-import selectors
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from types import FrameType
@@ -47,10 +48,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.on_turn: Callable[[], bool] | None = None
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
-        super().__init__(_Jump(self._jump))
-        # As asyncio's own timers do: it skips those that are cancelled after they fell due. `call_soon` would
-        # make a handle more for each, a twentieth of a simulation's time.
-        self._make_runnable: Callable[[asyncio.Handle], None] = vars(self)["_ready"].append
+        super().__init__()
+        self._runnable: deque[asyncio.Handle] = vars(self)["_ready"]
 
     def time(self) -> float:
         """Return the simulated seconds since the loop was made."""
@@ -67,6 +66,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[_Args]], object],
+        *args: *_Args,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """Call back in the next turn."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._runnable.append(handle)
+        return handle
 
     def call_later(
         self,
@@ -91,6 +101,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             "Run it on the loop, or run this code in real time."
         )
 
+    def _run_once(self) -> None:
+        """Run what is runnable at the beginning of the turn; what it makes runnable has the next one."""
+        runnable = self._runnable
+        self._jump(idle=not runnable and not vars(self)["_stopping"])
+        for _ in range(len(runnable)):
+            handle = runnable.popleft()
+            if not handle.cancelled():
+                handle._run()
+
     def _jump(self, *, idle: bool) -> None:
         """Make due timers runnable; if nothing else can run, advance the clock to the next one first."""
         if self.on_turn is not None and self.on_turn():
@@ -107,7 +126,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self._turns = 0  # so that the tasks can still be cancelled
             raise VirtualTimeDeadlock(self._why("its tasks run on without ever sleeping"))
         while timers and timers[0][0] <= self._now_s:
-            self._make_runnable(heapq.heappop(timers)[2])
+            # `call_soon` would make a handle more for each, a twentieth of a simulation's time.
+            self._runnable.append(heapq.heappop(timers)[2])
 
     def _why(self, what: str) -> str:
         waiting = "".join(f"\n  {_where(task)}" for task in asyncio.all_tasks(self))
@@ -115,18 +135,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             f"Virtual time stands still at {self._now_s} s: {what}. Something awaits an event that "
             f"no task sets, or a thread or socket, which virtual time cannot wait for. The tasks:{waiting}"
         )
-
-
-class _Jump(selectors.SelectSelector):
-    """A selector that lets the loop jump in time instead of waiting for sockets."""
-
-    def __init__(self, jump: Callable[..., None]) -> None:
-        super().__init__()
-        self._jump = jump
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._jump(idle=timeout is None)  # asyncio passes None when no callback is ready
-        return []
 
 
 def _where(task: asyncio.Task[Any]) -> str:
