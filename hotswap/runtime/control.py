@@ -84,6 +84,8 @@ class Control:
                 with self._forgiving("The control loop failed in this turn"):
                     self._restart_lost(tasks)
                 with self._forgiving("The control loop failed in this turn"):
+                    self._unload_unknown(tasks)
+                with self._forgiving("The control loop failed in this turn"):
                     self._plan(tasks)
                 with self._forgiving("The control loop failed in this turn"):
                     self._tell_unserved()
@@ -98,6 +100,16 @@ class Control:
         with self._forgiving("The fleet could not be looked at"):
             retry_s = min((instance.next_try_s() for instance in self._state.troubled()), default=math.inf)
         return min(self._interval_s, retry_s - anyio.current_time())
+
+    def _unload_unknown(self, tasks: TaskGroup) -> None:
+        """Unload models that are not the fleet's: an engine elsewhere may have kept one of another fleet."""
+        state = self._state
+        state.refresh()
+        for model in state.index.hosted():
+            if model not in state.models:
+                reason = f"this fleet has no model {model}"
+                for view in state.index.hosts(model):
+                    self._start_swap(Unload(instance=view.id, reason=reason), tasks)
 
     def _plan(self, tasks: TaskGroup) -> None:
         with self._forgiving("Scheduler %r failed to plan", self._scheduler):

@@ -162,6 +162,10 @@ class Index:
         """Return all as they were last seen: for what never changes, such as memory."""
         return self._views.values()
 
+    def hosted(self) -> tuple[ModelId, ...]:
+        """Return the models that instances are SERVING."""
+        return tuple(model for model in self._hosts if model is not None)
+
     def has_host(self, model: ModelId) -> bool:
         """Return whether an instance is SERVING the model."""
         return model in self._hosts

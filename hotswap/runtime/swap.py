@@ -22,7 +22,7 @@ from hotswap import telemetry as tm
 from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.checks import check_positive_seconds
 from hotswap.engine import Engine, SupportsPreload
-from hotswap.errors import ConfigError, HotswapError, InstanceError, OutOfMemory, SwapFailed
+from hotswap.errors import ConfigError, HotswapError, InstanceError, InstanceLost, OutOfMemory, SwapFailed
 from hotswap.metered_store import MeteredStore
 from hotswap.model import ModelCard
 from hotswap.request import ModelId
@@ -181,6 +181,8 @@ class SwapJob:
         with anyio.move_on_after(self.limits.unload_s, shield=True):
             try:
                 await engine.drop_preload()
+            except InstanceLost:  # and what it had preloaded with it
+                return
             except Exception as exc:  # what broke the swap, or cancelled it, is what the caller must see
                 what = "Instance %r did not drop what it had preloaded.\n%s"
                 log.error(what, self.instance.id, tm.traceback_of(exc))

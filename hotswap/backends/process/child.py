@@ -59,12 +59,17 @@ class Child:
         Raises:
             InstanceLost: it ended before, with the reason.
         """
-        process = await anyio.open_process(
-            [sys.executable, "-P", _PROGRAM],
-            stderr=None,
-            env={**os.environ, **env},
-            start_new_session=True,  # Ctrl-C interrupts this process only
-        )
+        try:
+            process = await anyio.open_process(
+                [sys.executable, "-P", _PROGRAM],
+                stderr=None,
+                env={**os.environ, **env},
+                start_new_session=True,  # Ctrl-C interrupts this process only
+            )
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await run_in_thread(shutil.rmtree, Path(task.path).parent, True)
+            raise
         child = cls(task=task, process=process)
         try:
             await child._begin(pickled, cpus)
@@ -86,6 +91,11 @@ class Child:
     def pid(self) -> int:
         """The id of the process."""
         return self.process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self.process.returncode is not None
 
     async def ending(self) -> str:
         """Wait until the process has ended, and say how."""

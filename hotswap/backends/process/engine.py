@@ -90,6 +90,8 @@ class ProcessEngine(RemoteEngine):
         self._env = dict(env or {})
         for name, value in self._env.items():
             check_strings(ConfigError, **{"a name in env": name, f"env[{name!r}]": value})
+            if not name or "=" in name or "\0" in name + value:
+                raise ConfigError(f"env has {name!r}: {value!r}, which no process can be given.")
         if self._cpus:
             self._env.setdefault("OMP_NUM_THREADS", str(len(self._cpus)))
         self._mps, self._end_s = mps, end_s
@@ -129,7 +131,7 @@ class ProcessEngine(RemoteEngine):
     @property
     def pid(self) -> int | None:
         """The id of the child process; `None` while there is none."""
-        return None if self._child is None else self._child.pid
+        return None if self._child is None or self._child.has_ended else self._child.pid
 
     async def open_channel(self) -> Channel:
         if self._child is None:
@@ -195,7 +197,7 @@ class ProcessEngine(RemoteEngine):
         return pickled
 
     def __repr__(self) -> str:
-        where = "no process" if self._child is None else f"process {self._child.pid}"
+        where = "no process" if self.pid is None else f"process {self.pid}"
         return f"<{type(self).__name__} {self.id!r} [{self.status().state}, {where}]>"
 
 

@@ -212,6 +212,8 @@ def _in_main() -> type[SimEngine]:
         ({"cpus": [10_000]}, "cpus"),
         ({"cpus": [-1]}, "cpus"),
         ({"env": {"A": 1}}, "env"),
+        ({"env": {"A=B": "x"}}, "env"),
+        ({"env": {"A": "x\0y"}}, "env"),
         ({"end_s": 0}, "end_s"),
         ({"mps": 25}, "mps"),
         ({"make_store": 1}, "make_store"),

@@ -16,6 +16,7 @@ from hotswap.backends.remote import EngineHost, RemoteEngine
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import SwapFailed, UnsupportedModel
 from hotswap.offline.virtual_time import virtual_time
+from hotswap.policies import CostSwap, KeepAliveSwap
 from hotswap.testing import SpanRecorder
 from tests.backends.remote.support import MemoryLinks, request, rig
 from tests.runtime.support import Idle, engine_of, expected, idle, sim_fleet, store_of, until
@@ -265,3 +266,20 @@ async def test_a_host_that_freezes_in_a_move_holds_its_request_up_for_no_longer_
         for links in hosts.values():
             status = links.host.engine.status()
             assert status.num_free_kv_blocks == status.num_kv_blocks, "blocks are left over"
+
+
+@virtual_time
+async def test_a_model_that_a_host_has_kept_gives_way_in_a_fleet_that_has_it_not() -> None:
+    few = Sampling(max_tokens=3, ignore_eos=True)
+    async with (
+        store_of("a", "b") as store,
+        engine_of("e0") as engine,
+        MemoryLinks(EngineHost(engine, store)) as links,
+    ):
+        for scheduler in (None, CostSwap(), KeepAliveSwap()):
+            for model in ("a", "b"):
+                remote = RemoteEngine("e0", links.open)
+                async with sim_fleet(model, engines=[remote], scheduler=scheduler) as fleet:
+                    done = await fleet.generate(model, PROMPT, few)
+                    assert len(done.tokens) == 3
+                assert engine.status().model == model
