@@ -81,7 +81,7 @@ async def _answer(request: dict[str, Any], store: TieredStore, peers: PeerStore)
 
 
 def _serve_plain(address: str, data: memoryview) -> int:
-    """Send the bytes over a plain socket to whoever connects, in a thread; return the port."""
+    """Send the bytes over a plain socket to each client, in a thread; return the port."""
     listener = socket.create_server((address, 0))
 
     def serve() -> None:

@@ -192,7 +192,6 @@ NAMES = {
     ],
     "hotswap.backends.remote": [
         "EngineHost",
-        "LinkOpener",
         "PeerLinks",
         "RemoteEngine",
         "SharedPeers",

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from hotswap.backends.nodes.host import StoreHost
 from hotswap.backends.nodes.linked import LinkedStore
-from hotswap.backends.nodes.links import LinkOpener
 from hotswap.backends.nodes.peers import PeerStore
 from hotswap.backends.nodes.stores import NodeStores
 
-__all__ = ["LinkOpener", "LinkedStore", "NodeStores", "PeerStore", "StoreHost"]
+__all__ = ["LinkedStore", "NodeStores", "PeerStore", "StoreHost"]

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 
 from hotswap.backends.memory import copy
 from hotswap.backends.nodes.links import Call, NodeLost
-from hotswap.backends.nodes.messages import protocol_errors
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.model import HostChunk, Shard
@@ -35,7 +34,7 @@ async def received_chunks(
                 return
             if answer.verb != "chunk" or wire.size(answer, "offset") != due or not call.payload:
                 raise ProtocolError(f"{answer.verb!r} came where byte {due:,} of {shard.file!r} was due")
-            with protocol_errors():
+            with wire.protocol_errors():
                 source = tier or answer.fields.text("tier")
         except ProtocolError as exc:
             raise NodeLost(f"Node {call.node!r} broke the protocol: {exc}.") from exc

@@ -12,7 +12,6 @@ from hotswap.backends.nodes.messages import (
     MAX_CALL_BYTES,
     pack_failure,
     pack_files,
-    protocol_errors,
     shard_of,
 )
 from hotswap.backends.nodes.offering import Offering
@@ -215,7 +214,7 @@ class _Served:
         if message.verb == "open":
             await self._send_chunks(message, shard, self._offering.opened(shard, start))
             return
-        with protocol_errors():
+        with wire.protocol_errors():
             reader = message.fields.text("node")
         if (refused := self._offering.refusal(shard, reader, start)) is not None:
             told = wire.pack("refused", message.number, reason=refused.reason, later=refused.later)
@@ -244,5 +243,5 @@ class _Served:
 
 
 def _model(message: Message) -> ModelId:
-    with protocol_errors():
+    with wire.protocol_errors():
         return ModelId(message.fields.text("model"))

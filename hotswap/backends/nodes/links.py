@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import TypeAlias
 
 import anyio
 
 from hotswap.backends.nodes.messages import failure_of
-from hotswap.backends.transports import StreamChannel, wire
+from hotswap.backends.transports import LinkOpener, StreamChannel, wire
 from hotswap.backends.transports.link_errors import ProtocolError, reason_for, reason_in
 from hotswap.backends.transports.wire import Message
 from hotswap.errors import MigrationAborted, StoreError
 from hotswap.transport import Channel, Frame
 
-__all__ = ["Call", "LinkOpener", "LinkToNode", "NodeLost"]
-
-LinkOpener: TypeAlias = Callable[[], Awaitable[Channel]]
+__all__ = ["Call", "LinkToNode", "NodeLost"]
 
 _MAX_ANSWER_BYTES = 1 << 20
 

@@ -12,14 +12,11 @@ What comes over a link is not trusted: it names no class, and breaks the link if
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import cast
 
 from hotswap.backends.fields import Fields
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.backends.transports.wire import Message
 from hotswap.errors import ShardCorrupt, ShardMissing, StoreBusy, StoreError, TierFull, UnsafeFile
 from hotswap.model import Shard
@@ -31,7 +28,6 @@ __all__ = [
     "failure_of",
     "pack_failure",
     "pack_files",
-    "protocol_errors",
     "shard_fields",
     "shard_of",
     "unpack_files",
@@ -52,15 +48,6 @@ _ERRORS: dict[str, type[StoreError]] = {
 _KINDS = {error: kind for kind, error in _ERRORS.items()}
 
 
-@contextmanager
-def protocol_errors() -> Generator[None]:
-    """Turn errors of reading a message into `ProtocolError`."""
-    try:
-        yield
-    except StoreError as exc:
-        raise ProtocolError(f"a message cannot be read ({exc})") from exc
-
-
 # ---------------------------------------------------------------------- errors
 
 
@@ -78,7 +65,7 @@ def failure_of(answer: Message) -> StoreError | None:
     """
     if answer.verb != "failed":
         return None
-    with protocol_errors():
+    with wire.protocol_errors():
         kind, message = answer.fields.text("kind"), answer.fields.text("message")
         if kind not in _ERRORS:
             raise answer.fields.wrong(f"{kind!r} is no kind of error")
@@ -99,7 +86,7 @@ def shard_of(message: Message) -> Shard:
     Raises:
         ProtocolError: it is not valid.
     """
-    with protocol_errors():
+    with wire.protocol_errors():
         fields = message.fields.record("shard")
         return Shard(
             model=ModelId(fields.text("model")),
@@ -128,7 +115,7 @@ def view_of(message: Message) -> StoreView:
     Raises:
         ProtocolError: it is not valid.
     """
-    with protocol_errors():
+    with wire.protocol_errors():
         fields = message.fields
         tiers = tuple(map(_tier, fields.records("tiers")))
         names = [tier.name for tier in tiers]
@@ -194,7 +181,7 @@ def unpack_files(message: Message, payload: memoryview) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     at = 0
-    with protocol_errors():
+    with wire.protocol_errors():
         for entry in _entries(message.fields, "files"):
             match entry:
                 case [str(name), int(size)] if 0 <= size <= len(payload) - at:

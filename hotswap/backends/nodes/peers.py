@@ -12,12 +12,13 @@ import anyio
 
 from hotswap.backends.crc import combine
 from hotswap.backends.nodes.chunks import received_chunks
-from hotswap.backends.nodes.links import Call, LinkOpener, LinkToNode, NodeLost
-from hotswap.backends.nodes.messages import protocol_errors, shard_fields
+from hotswap.backends.nodes.links import Call, LinkToNode, NodeLost
+from hotswap.backends.nodes.messages import shard_fields
 from hotswap.backends.nodes.readings import Reading, rank_of
 from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.held import from_byte
 from hotswap.backends.stores.loading import copy_any
+from hotswap.backends.transports import LinkOpener, wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.checks import check_counts, check_positive_seconds
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError
@@ -319,7 +320,7 @@ class PeerStore(WrapperStore):
             try:
                 async with self._links[peer].call() as call:
                     answer = await call.ask("offer", shard=shard_fields(reading.shard))
-                    with protocol_errors():
+                    with wire.protocol_errors():
                         if answer.fields.get("is_here") is True:
                             num_children = answer.fields.size("num_children")
                             found[peer] = num_children, -answer.fields.size("arrived_bytes")

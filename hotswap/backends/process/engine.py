@@ -20,7 +20,7 @@ from hotswap.backends.process.serving import EngineMaker, ServeEngine, StoreMake
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.transports import serve_shared
 from hotswap.checks import check_callables, check_counts, check_kind, check_positive_seconds, check_strings
-from hotswap.errors import ConfigError, HotswapError, InstanceLost, MigrationAborted, StoreError
+from hotswap.errors import ConfigError, InstanceLost, MigrationAborted, StoreError
 from hotswap.metered_store import MeteredStore
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
@@ -106,7 +106,7 @@ class ProcessEngine(RemoteEngine):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        error: HotswapError | None = None
+        error: Exception | None = None
         directory = await private_directory()
         self._store_path = str(directory / "store.sock")
         try:
@@ -116,7 +116,7 @@ class ProcessEngine(RemoteEngine):
                 try:
                     async with super().__asynccontextmanager__():
                         yield self
-                except HotswapError as exc:
+                except Exception as exc:
                     error = exc  # the task group would wrap it
                 finally:
                     with anyio.CancelScope(shield=True):

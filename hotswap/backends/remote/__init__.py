@@ -6,13 +6,12 @@ shows how.
 
 from __future__ import annotations
 
-from hotswap.backends.remote.engine import LinkOpener, RemoteEngine
+from hotswap.backends.remote.engine import RemoteEngine
 from hotswap.backends.remote.host import EngineHost, serve_engine
 from hotswap.backends.remote.peers import PeerLinks, SharedPeers, TcpPeers
 
 __all__ = [
     "EngineHost",
-    "LinkOpener",
     "PeerLinks",
     "RemoteEngine",
     "SharedPeers",

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Self, TypeAlias
+from typing import Self
 
 import anyio
 from anyio import TASK_STATUS_IGNORED
@@ -28,10 +28,11 @@ from hotswap.backends.remote.control import ControlLink
 from hotswap.backends.remote.linked import LinkedEngine, count_read
 from hotswap.backends.remote.status import RemoteStatus
 from hotswap.backends.remote.values import card_fields
+from hotswap.backends.transports import LinkOpener
 from hotswap.backends.transports.link_errors import reason_in
 from hotswap.checks import check_counts, check_positive_seconds, check_strings
 from hotswap.engine import StatusListener
-from hotswap.errors import ConfigError, HotswapError, InstanceError, InstanceLost, MigrationAborted
+from hotswap.errors import ConfigError, InstanceError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
 from hotswap.request import Request
 from hotswap.store import WeightStore
@@ -39,12 +40,9 @@ from hotswap.stream import TokenStream
 from hotswap.transport import Channel
 from hotswap.view import EngineStatus, InstanceId, InstanceState
 
-__all__ = ["LinkOpener", "RemoteEngine"]
+__all__ = ["RemoteEngine"]
 
 log = logging.getLogger("hotswap")
-
-LinkOpener: TypeAlias = Callable[[], Awaitable[Channel]]
-"""Opens a link to a host, as `functools.partial(connect_tcp, "10.0.0.7", 7000, secret=secret)` does."""
 
 _EMPTY, _LOADING, _SERVING, _DRAINING, _LOST = InstanceState
 _GOODBYE_S = 1.0
@@ -98,13 +96,13 @@ class RemoteEngine(LinkedEngine):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        error: HotswapError | None = None
+        error: Exception | None = None
         try:
             async with anyio.create_task_group() as self._tasks:
                 try:
                     await self._connect()
                     yield self
-                except HotswapError as exc:
+                except Exception as exc:
                     error = exc  # the task group would wrap it
                 finally:
                     self._tasks.cancel_scope.cancel()

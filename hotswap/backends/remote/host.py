@@ -42,7 +42,7 @@ class EngineHost:
         await serve_tcp(host.serve, "10.0.0.7", 7000, secret=secret)
     ```
 
-    Whoever has a link may load models, run requests and read their tokens; so serve links that have a secret,
+    A link lets its other end load models, run requests and read their tokens; serve links that have a secret,
     or that only processes of this user can open. Of two controllers the newer one has the engine: its link
     ends that of the other, and an older one is refused.
 

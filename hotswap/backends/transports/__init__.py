@@ -9,7 +9,7 @@ from __future__ import annotations
 from hotswap.backends.transports.connections import LinkLimits
 from hotswap.backends.transports.handshake import LinkSecret
 from hotswap.backends.transports.memory import MemoryChannel, memory_channels
-from hotswap.backends.transports.serving import ChannelHandler
+from hotswap.backends.transports.serving import ChannelHandler, LinkOpener
 from hotswap.backends.transports.shared import SharedChannel, connect_shared, serve_shared
 from hotswap.backends.transports.sinks import RemoteSink, remote_sink, serve_sink
 from hotswap.backends.transports.stream import StreamChannel
@@ -18,6 +18,7 @@ from hotswap.backends.transports.tcp import connect_tcp, serve_tcp
 __all__ = [
     "ChannelHandler",
     "LinkLimits",
+    "LinkOpener",
     "LinkSecret",
     "MemoryChannel",
     "RemoteSink",

@@ -15,9 +15,11 @@ from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.errors import HotswapError
 from hotswap.transport import Channel
 
-__all__ = ["BACKLOG", "ChannelHandler", "ChannelOpener", "serve_connections"]
+__all__ = ["BACKLOG", "ChannelHandler", "ChannelOpener", "LinkOpener", "serve_connections"]
 
 ChannelHandler: TypeAlias = Callable[[Channel], Awaitable[object]]
+LinkOpener: TypeAlias = Callable[[], Awaitable[Channel]]
+"""Opens a link to a host, as `functools.partial(connect_tcp, "10.0.0.7", 7000, secret=secret)` does."""
 ChannelOpener: TypeAlias = Callable[[SocketBytes], Awaitable[Channel]]
 
 BACKLOG = 1024  # of connections that arrive in one turn of the event loop

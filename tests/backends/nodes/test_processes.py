@@ -16,10 +16,10 @@ import pytest
 from anyio import to_thread
 
 from hotswap.abc import Shard
-from hotswap.backends.nodes import LinkOpener, PeerStore
+from hotswap.backends.nodes import PeerStore
 from hotswap.backends.nodes.readings import rank_of
 from hotswap.backends.stores import NvmeStore
-from hotswap.backends.transports import connect_tcp
+from hotswap.backends.transports import LinkOpener, connect_tcp
 from tests.backends.nodes.hosts import SECRET
 from tests.backends.stores.models import put
 from tests.house.tree import ROOT

@@ -125,6 +125,12 @@ async def test_a_child_never_outlives_its_parent() -> None:
     await wait_for_end(child)
 
 
+async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
+    with pytest.raises(ValueError, match="of the block"):
+        async with sim_process():
+            raise ValueError("of the block")
+
+
 # ------------------------------------------------------------------ starts
 
 

@@ -11,9 +11,9 @@ import anyio
 
 from hotswap import InstanceState, Model, ModelId, Request, RequestId, Sampling
 from hotswap.abc import Channel, Engine, Frame, ModelCard, WeightStore, WrapperStore
-from hotswap.backends.remote import EngineHost, LinkOpener, RemoteEngine
+from hotswap.backends.remote import EngineHost, RemoteEngine
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, expected_tokens
-from hotswap.backends.transports import connect_tcp, memory_channels, serve_tcp
+from hotswap.backends.transports import LinkOpener, connect_tcp, memory_channels, serve_tcp
 
 __all__ = [
     "HandingEngine",
