@@ -57,7 +57,7 @@ def seen_at(now_s: float, memory: Sequence[str], *held: str, **options: int) -> 
 
 def after_loads(loads: str, **options: float) -> PrePlacement:
     """One that has seen these models loaded, one after the other, on e0, a second each."""
-    policy = PrePlacement(KeepAsIs(), **options)  # type: ignore[arg-type]
+    policy = PrePlacement(KeepAsIs(), **options)  # type: ignore[arg-type]  # any of them
     full = [f"{node} {name}" for node in NODES for name in "abcd"]
     policy.plan(seen_at(-1, full, "", "", room=4))
     for second, name in enumerate(loads):
@@ -152,7 +152,7 @@ def test_the_inner_plan_comes_first_and_whole(view: FleetView) -> None:
 )
 def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
-        PrePlacement(**{name: value})  # type: ignore[arg-type]
+        PrePlacement(**{name: value})  # type: ignore[arg-type]  # wrong ones
 
 
 def test_loads_come_from_memory_where_there_is_room() -> None:

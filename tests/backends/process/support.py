@@ -42,7 +42,7 @@ def sim_engine(id: str = "e0", *, step_s: float = QUICK.floor_s) -> SimEngine:
 
 def sim_process(id: str = "e0", *, step_s: float = QUICK.floor_s, **options: object) -> ProcessEngine:
     """The same in a process of its own."""
-    return ProcessEngine(id, partial(sim_engine, id, step_s=step_s), **options)  # type: ignore[arg-type]
+    return ProcessEngine(id, partial(sim_engine, id, step_s=step_s), **options)  # type: ignore[arg-type]  # any of them
 
 
 def checked_store() -> SimStore:

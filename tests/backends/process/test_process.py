@@ -208,7 +208,7 @@ def test_what_a_child_cannot_import_is_refused_at_once() -> None:
 def _in_main() -> type[SimEngine]:
     """A class as one of the script that is run."""
     made = type("Mine", (SimEngine,), {"__module__": "__main__"})
-    sys.modules["__main__"].Mine = made  # type: ignore[attr-defined]
+    sys.modules["__main__"].Mine = made  # type: ignore[attr-defined]  # made here
     return made
 
 
@@ -227,7 +227,7 @@ def _in_main() -> type[SimEngine]:
 )
 def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        ProcessEngine("e0", sim_engine, **options)  # type: ignore[arg-type]
+        ProcessEngine("e0", sim_engine, **options)  # type: ignore[arg-type]  # wrong ones
 
 
 async def test_a_child_with_a_store_of_its_own_reads_nothing_here() -> None:

@@ -41,8 +41,8 @@ os.environ.update(
     }
 )
 
-import ray  # noqa: E402
-from ray.cluster_utils import Cluster  # noqa: E402
+import ray  # noqa: E402  # after its environment
+from ray.cluster_utils import Cluster  # noqa: E402  # likewise
 
 __all__ = ["LocalCluster", "local_cluster"]
 

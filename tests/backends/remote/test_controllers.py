@@ -156,4 +156,4 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for name, value in {"silence_s": 0, "start_s": -1, "epoch": -1, "id": 3, "node": None}.items():
         arguments = {"id": "e0", "open_link": no_link, name: value}
         with pytest.raises(ConfigError, match=name):
-            RemoteEngine(**arguments)  # type: ignore[arg-type]
+            RemoteEngine(**arguments)  # type: ignore[arg-type]  # wrong ones
