@@ -167,6 +167,6 @@ class Inbox:
             MigrationAborted: none came.
         """
         self._heard_s = anyio.current_time()
-        while (left_s := self._heard_s + self.silence_s - anyio.current_time()) > 0:  # noqa: ASYNC110  # a beat ends no wait
+        while (left_s := self._heard_s + self.silence_s - anyio.current_time()) > 0:  # noqa: ASYNC110
             await anyio.sleep(left_s)  # once in that time, where an event would be set by each frame
         raise link_broken(f"the other end was silent for {self.silence_s:g} s")
