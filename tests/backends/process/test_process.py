@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -89,18 +89,26 @@ async def test_the_record_of_a_swap_tells_what_was_read_from_the_store_of_the_fl
         assert record.tier == "disk"
 
 
-async def test_nothing_is_left_when_the_engine_is_left() -> None:
-    before = directories()
+async def test_nothing_is_left_when_the_engine_is_left(own_tmp: Path) -> None:
     async with sim_process() as engine:
         pid = pid_of(engine)
         assert "process" in repr(engine)
+        assert entries(own_tmp) != []
     assert engine.pid is None
     await wait_for_end(pid)
-    assert directories() <= before
+    assert entries(own_tmp) == []
 
 
-def directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("hotswap-engine-*"))
+def entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
+
+
+@pytest.fixture
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """A directory for temporary files that no other test uses, with a path short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="own-") as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
 
 
 _PARENT = """
