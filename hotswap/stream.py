@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import Protocol
 
-import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from hotswap.request import ScoredPrompt, Token
@@ -61,7 +61,7 @@ class TokenQueue(TokenStream):
     def __init__(self) -> None:
         self._tokens: deque[Token] = deque()
         self._receiver: TokenReceiver | None = None
-        self._changed = anyio.Event()
+        self._waiting: list[asyncio.Future[None]] = []  # an event for each wait costs three times as much
         self._closed = False
         self._error: BaseException | None = None
 
@@ -73,7 +73,7 @@ class TokenQueue(TokenStream):
             self._receiver.put(token)
         else:
             self._tokens.append(token)
-            self._changed.set()
+            self._wake()
 
     def forward(self, receiver: TokenReceiver) -> None:
         """Give tokens to a receiver from now on, the present ones first; readers get the end alone.
@@ -88,7 +88,7 @@ class TokenQueue(TokenStream):
         """End the stream after its present tokens, with `error` if given; only the first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
-            self._changed.set()
+            self._wake()
 
     @property
     def closed(self) -> bool:
@@ -102,10 +102,24 @@ class TokenQueue(TokenStream):
                     await checkpoint_if_cancelled()  # a cancelled reader gets its cancellation instead
                     raise self._error
                 raise StopAsyncIteration
-            if self._changed.is_set():  # else another reader waits on it
-                self._changed = anyio.Event()
-            await self._changed.wait()
+            await self._change()
         return self._tokens.popleft()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            waiting = self._waiting.pop()
+            if not waiting.done():  # else its reader was cancelled
+                waiting.set_result(None)
+
+    async def _change(self) -> None:
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            await waiting
+        except BaseException:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
 
     def __repr__(self) -> str:
         return f"<TokenQueue [{len(self._tokens)} unread, {'closed' if self._closed else 'open'}]>"

@@ -15,8 +15,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import AsyncGenerator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -81,40 +80,25 @@ class SharedChannel(Channel):
     async def send(self, message: bytes, payload: memoryview | None = None) -> None:
         data = self.fitting(message, payload)
         with self._sending:
-            async with self._or_broken():
-                if 0 < len(data) <= _SMALL_BYTES:
+            try:
+                if len(data) <= _SMALL_BYTES:
                     await self._control.send(_PLACE.pack(0, 0) + message, data)
-                    return
-                at = await self._place_for(len(data))
-                if self._control.is_broken:
-                    raise self._control.broken()
-                try:
-                    if data:
-                        await copy_in_turns(self._out.view[at : at + len(data)], data)
-                    await self._control.send(_PLACE.pack(at, len(data)) + message)
-                except BaseException:
-                    if data:
-                        self._ring.undo()  # if the other end got the message, the link is broken
-                    raise
+                else:
+                    await self._send_by_ring(message, data)
+            except BaseException as exc:
+                await self._break_by(exc)
+                raise
 
     async def receive(
         self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
     ) -> Frame:
         message_bytes, payload_bytes = self.limits(max_message_bytes, max_payload_bytes)
         with self._receiving:
-            async with self._or_broken():
-                if self._lends:
-                    with anyio.fail_after(self._stall_s):
-                        await self._places.send(b"\0")
-                    self._lends = False
-                frame = await self._control.receive(
-                    max_message_bytes=_PLACE.size + message_bytes,
-                    max_payload_bytes=min(_SMALL_BYTES, payload_bytes),
-                )
-                payload = self._payload_of(frame)
-                check_lengths((0, len(payload)), (0, payload_bytes))
-                self._lends = len(payload) > 0
-                return Frame(frame.message[_PLACE.size :], payload or frame.payload)
+            try:
+                return await self._receive(message_bytes, payload_bytes)
+            except BaseException as exc:
+                await self._break_by(exc)
+                raise
 
     async def aclose(self) -> None:
         await self._control.break_off("this end was closed")
@@ -123,13 +107,35 @@ class SharedChannel(Channel):
         self._out.close()
         self._in.close()
 
+    async def _receive(self, message_bytes: int, payload_bytes: int) -> Frame:
+        if self._lends:
+            with anyio.fail_after(self._stall_s):
+                await self._places.send(b"\0")
+            self._lends = False
+        frame = await self._control.receive(
+            max_message_bytes=_PLACE.size + message_bytes, max_payload_bytes=min(_SMALL_BYTES, payload_bytes)
+        )
+        payload = self._payload_of(frame)
+        check_lengths((0, len(payload)), (0, payload_bytes))
+        self._lends = len(payload) > 0
+        return Frame(frame.message[_PLACE.size :], payload or frame.payload)
+
     # ------------------------------------------------------------------ places
 
+    async def _send_by_ring(self, message: bytes, data: memoryview) -> None:
+        at = await self._place_for(len(data))
+        if self._control.is_broken:
+            raise self._control.broken()
+        try:
+            await copy_in_turns(self._out.view[at : at + len(data)], data)
+            await self._control.send(_PLACE.pack(at, len(data)) + message)
+        except BaseException:
+            self._ring.undo()  # if the other end got the message, the link is broken
+            raise
+
     async def _place_for(self, size_bytes: int) -> int:
-        """Allocate a place for a payload, waiting for room; 0 for no payload."""
+        """Allocate a place for a payload, waiting for room."""
         await checkpoint()
-        if not size_bytes:
-            return 0
         while (at := self._ring.allocate(size_bytes)) is None:
             with anyio.fail_after(self._stall_s):
                 freed = await self._places.receive(_MAX_PLACES)
@@ -146,19 +152,14 @@ class SharedChannel(Channel):
             raise ProtocolError("the place of a payload is outside of the shared memory")
         return self._in.view[at : at + size_bytes]
 
-    @asynccontextmanager
-    async def _or_broken(self) -> AsyncGenerator[None]:
-        """Break the whole link if a part of it breaks, and raise the error of a broken link."""
-        try:
-            yield
-        except BaseException as exc:
-            if (reason := reason_for(exc)) is not None:
-                await self._control.break_off(reason)
-            if self._control.is_broken:
-                await self.aclose()
-            if reason is not None:
-                raise self._control.broken() from exc
-            raise
+    async def _break_by(self, error: BaseException) -> None:
+        """Break the whole link by an error of a part, and raise that of a broken link; return for others."""
+        if (reason := reason_for(error)) is not None:
+            await self._control.break_off(reason)
+        if self._control.is_broken:
+            await self.aclose()
+        if reason is not None:
+            raise self._control.broken() from error
 
 
 async def connect_shared(

@@ -12,7 +12,7 @@ import socket
 
 import anyio
 from anyio.abc import ByteStream
-from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint_if_cancelled
 
 __all__ = ["SocketBytes"]
 
@@ -36,34 +36,47 @@ class SocketBytes(ByteStream):
 
     async def receive_into(self, room: memoryview) -> int:
         """Receive at least one byte, and at most as many as there is room for, straight into it."""
-        await checkpoint()
+        await checkpoint_if_cancelled()
+        has_waited = False
         while True:
             self._refuse_if_closed()
             try:
                 num_bytes = self.connected.recv_into(room)
             except BlockingIOError:
                 await anyio.wait_readable(self.connected)
+                has_waited = True
             except OSError as exc:
                 raise anyio.BrokenResourceError from exc
             else:
-                if not num_bytes:
-                    raise anyio.EndOfStream
-                self.last_used_s = anyio.current_time()
-                return num_bytes
+                break
+        if not num_bytes:
+            raise anyio.EndOfStream
+        self.last_used_s = anyio.current_time()
+        if not has_waited:
+            await cancel_shielded_checkpoint()  # a cancellation would lose the bytes
+        return num_bytes
 
     async def send(self, item: bytes | memoryview) -> None:
-        await checkpoint()
+        await checkpoint_if_cancelled()
         left = memoryview(item)
+        left = left[self.send_at_once(left) :]
+        if not left:
+            await cancel_shielded_checkpoint()
         while left:
-            self._refuse_if_closed()
-            try:
-                left = left[self.connected.send(left) :]
-            except BlockingIOError:
-                await anyio.wait_writable(self.connected)
-            except OSError as exc:
-                raise anyio.BrokenResourceError from exc
-            else:
-                self.last_used_s = anyio.current_time()
+            await anyio.wait_writable(self.connected)
+            left = left[self.send_at_once(left) :]
+
+    def send_at_once(self, item: memoryview) -> int:
+        """Send what the socket takes without waiting, and return how many bytes that is."""
+        self._refuse_if_closed()
+        try:
+            num_bytes = self.connected.send(item)
+        except BlockingIOError:
+            return 0
+        except OSError as exc:
+            raise anyio.BrokenResourceError from exc
+        self.last_used_s = anyio.current_time()
+        return num_bytes
 
     async def send_eof(self) -> None:
         self._refuse_if_closed()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-
 import anyio
 from anyio import ResourceGuard
 from anyio.abc import ByteStream
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.memory import address_of, copy_in_turns
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
@@ -70,12 +67,15 @@ class StreamChannel(Channel):
     async def send(self, message: bytes, payload: memoryview | None = None) -> None:
         data = self.fitting(message, payload)
         with self._sending:
-            await checkpoint()  # cancelled here, nothing is sent
-            async with self._whole_or_broken():
-                self._refuse_if_broken()
+            await checkpoint_if_cancelled()  # cancelled here, nothing is sent
+            self._refuse_if_broken()
+            try:
                 for piece in frame_pieces(message, data, in_place=self._socket is not None):
-                    with anyio.fail_after(self._stall_s):
-                        await self._send(piece)
+                    await self._send(piece)
+            except BaseException as exc:
+                await self._break_by(exc)
+                await self.break_off("a frame was cancelled half way")
+                raise
 
     async def receive(
         self, *, max_message_bytes: int | None = None, max_payload_bytes: int | None = None
@@ -97,31 +97,46 @@ class StreamChannel(Channel):
         self, max_message_bytes: int, max_payload_bytes: int, target: memoryview | None
     ) -> Frame:
         with self._receiving:
-            await checkpoint()
-            while True:
+            # A frame that was received already is returned without waiting.
+            await (checkpoint() if self._left else checkpoint_if_cancelled())
+            frame: Frame | None = None
+            while frame is None:
                 self._refuse_if_broken()
-                async with self._or_broken():
+                try:
                     self._reader.limit(max_message_bytes, max_payload_bytes, target)
                     used, frame = self._reader.take(self._left)
                     self._left = self._left[used:]
-                    if frame is not None:
-                        return frame
-                    with anyio.fail_after(self._stall_s if self._reader.has_begun else None):
+                    if frame is None:
                         frame = await self._receive_some()
-                    if frame is not None:
-                        return frame
+                except Exception as exc:
+                    await self._break_by(exc)
+                    raise
+            return frame
 
     async def aclose(self) -> None:
         await self.break_off("this end was closed")
 
     async def _send(self, piece: bytes | memoryview) -> None:
-        if self._socket is not None:
-            await self._socket.send(piece)
-        else:
-            await self._stream.send(bytes(piece))
+        if self._socket is None:
+            with anyio.fail_after(self._stall_s):
+                await self._stream.send(bytes(piece))
+            return
+        left = memoryview(piece)
+        left = left[self._socket.send_at_once(left) :]
+        if not left:
+            await cancel_shielded_checkpoint()
+            return
+        with anyio.fail_after(self._stall_s):
+            await self._socket.send(left)
 
     async def _receive_some(self) -> Frame | None:
         """Receive bytes into `_left`, or straight into a long payload; return a frame that is complete."""
+        if not self._reader.has_begun:  # between frames there is no limit
+            return await self._receive_once()
+        with anyio.fail_after(self._stall_s):
+            return await self._receive_once()
+
+    async def _receive_once(self) -> Frame | None:
         try:
             if self._socket is None:
                 self._left = memoryview(await self._stream.receive(PIECE_BYTES))
@@ -137,26 +152,11 @@ class StreamChannel(Channel):
 
     # ------------------------------------------------------------------ breaking
 
-    @asynccontextmanager
-    async def _or_broken(self) -> AsyncGenerator[None]:
-        """Break the link if the stream raises an error of a link, and raise the error of a broken link."""
-        try:
-            yield
-        except Exception as exc:
-            if (reason := reason_for(exc)) is None:
-                raise
+    async def _break_by(self, error: BaseException) -> None:
+        """Break the link by an error of a link, and raise the error of a broken link; return for others."""
+        if (reason := reason_for(error)) is not None:
             await self.break_off(reason)
-            raise self.broken() from exc
-
-    @asynccontextmanager
-    async def _whole_or_broken(self) -> AsyncGenerator[None]:
-        """As above; a cancellation in the middle of a frame breaks the link too."""
-        try:
-            async with self._or_broken():
-                yield
-        except BaseException:
-            await self.break_off("a frame was cancelled half way")
-            raise
+            raise self.broken() from error
 
     async def break_off(self, reason: str) -> None:
         """Break the link; all methods raise the reason from now on, the first one given."""

@@ -22,7 +22,7 @@ from tests.backends.transports.links import LINKS
 from tests.runtime.support import Idle, until
 
 KIND = "llama"
-SAMPLING = Sampling(max_tokens=60, ignore_eos=True, temperature=0.8, top_k=40, seed=5)
+SAMPLING = Sampling(max_tokens=300, ignore_eos=True, temperature=0.8, top_k=40, seed=5)
 PROMPT = tuple(range(2, 102))
 
 
