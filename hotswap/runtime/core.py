@@ -175,9 +175,9 @@ class Core(AsyncContextManagerMixin):
         async with AsyncExitStack() as stack:
             try:
                 await enter(stack, self.state.store, "The store")
-                for instance in tuple(self.state.instances.values()):
-                    await enter(stack, instance.engine, f"Engine {instance.id!r}")
                 await stack.enter_async_context(self.operations.supervisor)
+                engines = [instance.engine for instance in self.state.instances.values()]
+                await self.operations.supervisor.start_all(engines)
                 await self.models.open()
                 last_view = LastView(self.state, wanted=self.telemetry.measures)
                 stack.callback(last_view.close)

@@ -202,11 +202,11 @@ class Fleet(Requests, AsyncContextManagerMixin):
     async def remove(
         self, instance: str, *, deadline_s: float | None = None, reason: str = "by hand"
     ) -> DrainRecord:
-        """Drain an instance, unload it and let it go; an engine that came by `add` is stopped.
+        """Drain an instance, unload it, let it go and stop its engine.
 
-        One that the fleet was made with is left EMPTY and stops with the fleet. Errors and cancellation are
-        those of `drain` and `unload`; the instance stays if one of them fails. An engine that fails as it
-        stops has left all the same, and its error is raised as an `InstanceError`.
+        Errors and cancellation are those of `drain` and `unload`; the instance stays if one of them fails.
+        An engine that fails as it stops has left all the same, and its error is raised as an
+        `InstanceError`.
         """
         work = self._core.operations.remove(instance, deadline_s=deadline_s, reason=reason)
         return await self._core.lifetime.run(work, f"the removal of instance {instance!r}")

@@ -1,9 +1,9 @@
-"""Starts and stops engines while a fleet is open: a task for each keeps it started."""
+"""Starts and stops the engines of a fleet: a task for each keeps it started."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -58,6 +58,24 @@ class EngineSupervisor(AsyncContextManagerMixin):
             finally:
                 for started in self._engines.values():
                     started.stop.set()
+
+    async def start_all(self, engines: Iterable[Engine]) -> None:
+        """Start engines at the same time. An error or a cancellation stops all of them again."""
+        first: Exception | None = None
+
+        async def start(engine: Engine) -> None:
+            nonlocal first
+            try:
+                await self.start(engine)
+            except Exception as exc:
+                first = first or exc
+                starting.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as starting:
+            for engine in engines:
+                starting.start_soon(start, engine)
+        if first is not None:
+            raise first
 
     async def start(self, engine: Engine) -> None:
         """Start an engine; what it raises then is raised here. A cancellation stops it again."""

@@ -292,6 +292,25 @@ async def test_a_replacement_that_fails_leaves_no_new_engine_behind(
 # ---------------------------------------------------------------- engines that fail as they stop
 
 
+@virtual_time
+async def test_the_engines_of_a_fleet_start_and_stop_at_the_same_time() -> None:
+    engines = [Slow(f"e{n}", start_s=2.0, stop_s=1.0) for n in range(8)]
+    async with sim_fleet("a", engines=engines):
+        assert anyio.current_time() == 2.0
+    assert anyio.current_time() == 3.0
+    assert all(engine.num_starts == engine.num_stops == 1 for engine in engines)
+
+
+@virtual_time
+async def test_an_engine_that_cannot_start_has_the_others_stopped() -> None:
+    engines = [Slow("e0", start_s=0.1), Slow("e1", start_s=9.0), Slow("e2", start_s=0.5, fails=True)]
+    with pytest.raises(OSError, match="e2 has no device"):
+        async with sim_fleet("a", engines=engines):
+            raise AssertionError("it is open")
+    assert [engine.num_stops for engine in engines] == [1, 1, 1]
+    assert anyio.current_time() < 9.0, "it did not wait for the slowest"
+
+
 class Stuck(SimEngine):
     """Cannot be stopped without an error."""
 
