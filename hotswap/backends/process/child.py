@@ -6,10 +6,8 @@ import json
 import logging
 import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,19 +21,13 @@ from hotswap.backends.process.serving import ServeEngine
 from hotswap.backends.transports import connect_shared
 from hotswap.errors import InstanceLost
 from hotswap.transport import Channel
-from hotswap.worker_threads import run_in_thread
 
-__all__ = ["Child", "private_directory"]
+__all__ = ["Child"]
 
 log = logging.getLogger("hotswap")
 
 _PROGRAM = str(Path(__file__).with_name("program.py"))
 _LONGEST_LINE = 1 << 16
-
-
-async def private_directory() -> Path:
-    """Make a directory that only this user can read."""
-    return Path(await run_in_thread(tempfile.mkdtemp, "", "hotswap-engine-"))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,17 +51,12 @@ class Child:
         Raises:
             InstanceLost: it ended before, with the reason.
         """
-        try:
-            process = await anyio.open_process(
-                [sys.executable, "-P", _PROGRAM],
-                stderr=None,
-                env={**os.environ, **env},
-                start_new_session=True,  # Ctrl-C interrupts this process only
-            )
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await run_in_thread(shutil.rmtree, Path(task.path).parent, True)
-            raise
+        process = await anyio.open_process(
+            [sys.executable, "-P", _PROGRAM],
+            stderr=None,
+            env={**os.environ, **env},
+            start_new_session=True,  # Ctrl-C interrupts this process only
+        )
         child = cls(task=task, process=process)
         try:
             await child._begin(pickled, cpus)
@@ -106,7 +93,7 @@ class Child:
         return f"its process was ended by {names.get(-code, f'signal {-code}')}"
 
     async def stop(self, *, end_s: float) -> None:
-        """Have the process end, and kill it if it has not after `end_s`; remove its directory.
+        """Have the process end, and kill it if it has not after `end_s`.
 
         Call it where it cannot be cancelled.
         """
@@ -124,7 +111,6 @@ class Child:
                 process.kill()
         await process.wait()
         await process.aclose()
-        await run_in_thread(shutil.rmtree, Path(self.task.path).parent, True)
 
     async def _begin(self, pickled: bytes, cpus: Sequence[int]) -> None:
         assert self.process.stdin is not None

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
 import pickletools
-import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Self
 
 import anyio
 
+from hotswap.backends.locked_directory import LockedDirectory
 from hotswap.backends.nodes import StoreHost
-from hotswap.backends.process.child import Child, private_directory
+from hotswap.backends.process.child import Child
 from hotswap.backends.process.mps import Mps
 from hotswap.backends.process.serving import EngineMaker, ServeEngine, StoreMaker
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.transports import serve_shared
+from hotswap.backends.transports.link_errors import ENDED
 from hotswap.checks import check_callables, check_counts, check_kind, check_positive_seconds, check_strings
 from hotswap.errors import ConfigError, InstanceLost, MigrationAborted, StoreError
 from hotswap.metered_store import MeteredStore
@@ -33,7 +35,11 @@ __all__ = ["EngineMaker", "ProcessEngine", "StoreMaker"]
 
 log = logging.getLogger("hotswap")
 
-_NOTICE_S = 0.1  # from a broken link until the kernel tells that the process has ended
+_STORE = "store.sock"
+
+# From the end of a link until the kernel tells that the process has ended: if the link was closed by the
+# process, as its end does, and otherwise.
+_CLOSED_NOTICE_S, _NOTICE_S = 2.0, 0.1
 
 
 class ProcessEngine(RemoteEngine):
@@ -101,18 +107,19 @@ class ProcessEngine(RemoteEngine):
             silence_s=silence_s, end_s=end_s,
         ))  # fmt: skip
         self._store = _GivenStore()
-        self._store_path = ""
+        self._directory: LockedDirectory | None = None  # of the sockets
+        self._starts = itertools.count(1)
         self._child: Child | None = None
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         error: Exception | None = None
-        directory = await private_directory()
-        self._store_path = str(directory / "store.sock")
+        self._directory = directory = await run_in_thread(LockedDirectory.make)
         try:
             async with anyio.create_task_group() as tasks:
                 if self._make_store is None:
-                    await tasks.start(serve_shared, StoreHost(self.id, self._store).serve, self._store_path)
+                    host = StoreHost(self.id, self._store)
+                    await tasks.start(serve_shared, host.serve, directory.path / _STORE)
                 try:
                     async with super().__asynccontextmanager__():
                         yield self
@@ -124,7 +131,7 @@ class ProcessEngine(RemoteEngine):
                     tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
-                await run_in_thread(shutil.rmtree, directory, True)
+                await run_in_thread(directory.remove)
         if error is not None:
             raise error
 
@@ -156,13 +163,13 @@ class ProcessEngine(RemoteEngine):
         if self._mps is not None:
             await self._mps.start()
             env = {**self._mps.env, **env}
-        directory = await private_directory()
+        assert self._directory is not None, "it was entered"
         task = ServeEngine(
             name=self.id,
             make_engine=self._make_engine,
             make_store=self._make_store,
-            path=str(directory / "engine.sock"),
-            store_path=self._store_path,
+            path=str(self._directory.path / f"engine-{next(self._starts)}.sock"),
+            store_path=str(self._directory.path / _STORE),
             silence_s=self._silence_s,
             end_s=self._end_s,
         )
@@ -177,7 +184,8 @@ class ProcessEngine(RemoteEngine):
 
     async def _reason_of_loss(self, because: str) -> str:
         if self._child is not None:
-            with anyio.move_on_after(_NOTICE_S, shield=True):
+            notice_s = _CLOSED_NOTICE_S if because.startswith(ENDED) else _NOTICE_S
+            with anyio.move_on_after(notice_s, shield=True):
                 return await self._child.ending()
         return because
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -73,7 +74,16 @@ class ServeEngine:
             return
         async with anyio.create_task_group() as waiting:
             waiting.start_soon(self._end_with_parent, parent, waiting.cancel_scope)
-            async with store, engine, anyio.create_task_group() as links:
+            async with AsyncExitStack() as entered:
+                try:
+                    await entered.enter_async_context(store)
+                    await entered.enter_async_context(engine)
+                except Exception as exc:
+                    log.exception("Engine %r cannot be started.", self.name)
+                    parent.tell(error=f"{type(exc).__name__}: {exc}")
+                    waiting.cancel_scope.cancel()
+                    return
+                links = await entered.enter_async_context(anyio.create_task_group())
                 host = EngineHost(engine, store, silence_s=self.silence_s)
                 await links.start(serve_shared, host.serve, self.path)
                 host.peers = SharedPeers(self.path)

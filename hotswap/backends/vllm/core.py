@@ -24,7 +24,7 @@ import anyio
 import torch
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from hotswap.backends.vllm.directories import SHARED_MEMORY, LockedDirectory
+from hotswap.backends.vllm.directories import SHARED_MEMORY, CoreDirectory
 from hotswap.backends.vllm.inside import worker
 from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.backends.vllm.names import named
@@ -80,7 +80,7 @@ class Core:
         blocks: The shape of its KV blocks; `None` if requests cannot move with them. See `migration`.
     """
 
-    def __init__(self, llm: Any, stats: Stats, directory: LockedDirectory, architecture: str) -> None:
+    def __init__(self, llm: Any, stats: Stats, directory: CoreDirectory, architecture: str) -> None:
         self.llm, self.stats = llm, stats
         self.weights = ""
         self.resumes = self.has_rules = self.guides = True
@@ -318,11 +318,11 @@ async def start(settings: Settings, staged: Staged) -> Core:
     return core
 
 
-def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, LockedDirectory]:
+def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, CoreDirectory]:
     """Start vLLM; runs in the thread that starts cores."""
     on_cpu = bool(named("vllm.platforms:current_platform").is_cpu())
     # A copy of the config, since the staged directory goes before the core does.
-    directory = LockedDirectory.make(Path(tempfile.gettempdir()))
+    directory = CoreDirectory.make(Path(tempfile.gettempdir()))
     try:
         staged.copy_settings(directory.path)
         arguments = settings.vllm_arguments(

@@ -20,7 +20,7 @@ import anyio
 
 from hotswap.backends.layouts import require_tensors
 from hotswap.backends.tokenizer import HfTokenizer
-from hotswap.backends.vllm.directories import SHARED_MEMORY, LockedDirectory
+from hotswap.backends.vllm.directories import SHARED_MEMORY, CoreDirectory
 from hotswap.backends.vllm.settings import architecture_of
 from hotswap.errors import OutOfMemory, ShardCorrupt, UnsupportedModel
 from hotswap.model import Manifest, ModelCard, Shard
@@ -62,7 +62,7 @@ class Staged:
 
     card: ModelCard
     manifest: Manifest
-    held: LockedDirectory
+    held: CoreDirectory
     tokenizer: str = ""
     quantization: str = ""
     grammar_ends: tuple[int, ...] = ()
@@ -213,9 +213,9 @@ async def _borrow(loan: AsyncExitStack, store: WeightStore, manifest: Manifest) 
     return None
 
 
-def _make_directory() -> LockedDirectory:
+def _make_directory() -> CoreDirectory:
     has_memory = os.access(SHARED_MEMORY, os.W_OK)
-    return LockedDirectory.make(SHARED_MEMORY if has_memory else Path(tempfile.gettempdir()))
+    return CoreDirectory.make(SHARED_MEMORY if has_memory else Path(tempfile.gettempdir()))
 
 
 def _make_file(directory: Path, manifest: Manifest) -> None:

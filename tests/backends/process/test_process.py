@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import pytest
@@ -20,7 +20,7 @@ from hotswap import Fleet, InstanceState, Model, ModelId, Sampling
 from hotswap.abc import Engine, ModelCard, Shard, WrapperStore
 from hotswap.backends.process import ProcessEngine
 from hotswap.backends.sim import SimEngine, expected_tokens
-from hotswap.errors import ConfigError, InstanceLost
+from hotswap.errors import ConfigError, InstanceLost, OutOfMemory
 from tests.backends.process.support import (
     checked_manifest,
     checked_store,
@@ -124,13 +124,18 @@ anyio.run(main)
 """
 
 
-async def test_a_child_never_outlives_its_parent() -> None:
-    async with await anyio.open_process([sys.executable, "-c", _PARENT]) as parent:
+async def test_a_child_never_outlives_its_parent(own_tmp: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(own_tmp)}
+    async with await anyio.open_process([sys.executable, "-c", _PARENT], env=env) as parent:
         assert parent.stdout is not None
         child = int(await parent.stdout.receive())
         os.kill(child, 0)
         parent.kill()
     await wait_for_end(child)
+    left = entries(own_tmp)
+    assert left != []
+    async with sim_process():
+        assert not set(left) & set(entries(own_tmp)), "the next engine removes what a killed parent has left"
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
@@ -163,6 +168,9 @@ async def test_an_engine_that_cannot_be_made_is_an_error_with_its_reason() -> No
     with pytest.raises(InstanceLost, match=r"'e0' did not start: ValueError: no such device"):
         async with ProcessEngine("e0", _no_engine):
             pass
+    with pytest.raises(InstanceLost, match=r"'e0' did not start: OutOfMemory: no room"):
+        async with ProcessEngine("e0", _Unstartable):
+            pass
     with pytest.raises(InstanceLost, match="its process was ended by SIGKILL"):
         async with ProcessEngine("e0", _killed):
             pass
@@ -170,6 +178,18 @@ async def test_an_engine_that_cannot_be_made_is_an_error_with_its_reason() -> No
 
 def _no_engine() -> SimEngine:
     raise ValueError("no such device")
+
+
+class _Unstartable(SimEngine):
+    """An engine that fails as it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__("e0")
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        raise OutOfMemory("no room")
+        yield self
 
 
 def _killed() -> SimEngine:

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from hotswap import InstanceState, ModelId
-from hotswap.backends.vllm.directories import LockedDirectory
+from hotswap.backends.vllm.directories import CoreDirectory
 from hotswap.backends.vllm.staging import stage
 from hotswap.testing.conformance.suite import until
 from tests.backends.vllm.support import make_engine, make_store
@@ -67,7 +67,7 @@ def test_shared_memory_that_a_killed_process_made_goes_with_its_directory(tmp_pa
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
-        directory = LockedDirectory.make(tmp_path)
+        directory = CoreDirectory.make(tmp_path)
         directory.note_shared_memory([process.pid], before)
         process.kill()
     assert Path("/dev/shm", name).exists()
