@@ -13,6 +13,7 @@ import anyio
 from hotswap.backends.ray.cluster import Actor, RayError, check_connected, kill, make_actor, reason_of
 from hotswap.backends.ray.host import Address, EngineActor, EngineMaker, ServedEngine, StoreMaker
 from hotswap.backends.remote import RemoteEngine
+from hotswap.backends.transports.link_errors import ENDED
 from hotswap.checks import check_callables, check_positive_seconds, check_strings
 from hotswap.errors import ConfigError, InstanceLost, MigrationAborted
 from hotswap.transport import Channel
@@ -25,7 +26,9 @@ log = logging.getLogger("hotswap")
 NAMESPACE: Final = "hotswap"
 
 _LINK_S = 10.0  # to open a link to a host that is up
-_NOTICE_S = 0.1  # from a broken link until Ray tells that the process has ended
+# From the end of a link until Ray tells that the process has ended: if the link was closed by the process, as
+# its end does, and otherwise.
+_CLOSED_NOTICE_S, _NOTICE_S = 2.0, 0.1
 _MAX_CALLS = 1000
 _OWN_OPTIONS: Final = {
     "get_if_exists", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name", "namespace",
@@ -237,7 +240,8 @@ class RayEngine(RemoteEngine):
         return f"it did not answer a call of Ray within {self._silence_s:g} s"
 
     async def _reason_of_loss(self, because: str) -> str:
-        with anyio.move_on_after(_NOTICE_S, shield=True):
+        notice_s = _CLOSED_NOTICE_S if because.startswith(ENDED) else _NOTICE_S
+        with anyio.move_on_after(notice_s, shield=True):
             return await self._reason_of_silence() or because
         return because
 

@@ -123,10 +123,19 @@ class ControlLink:
                     with taking(message):
                         self._take(message)
 
-    async def say_goodbye(self) -> None:
-        """Tell the host that the controller leaves."""
+    async def leave(self) -> None:
+        """Tell the host that the controller leaves, and wait until it ends the link.
+
+        What the host sends until then is received: a socket that is closed with bytes unread would have the
+        kernel reset the connection, and take the goodbye back.
+
+        Raises:
+            MigrationAborted: the link has ended, as it should.
+        """
         self._outbox.say("goodbye")
         await self._outbox.flush()
+        while True:
+            await self._inbox.receive()
 
     def lose(self, because: str) -> None:
         """End all calls and streams: the link has ended."""

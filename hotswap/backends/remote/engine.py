@@ -176,7 +176,8 @@ class RemoteEngine(LinkedEngine):
                 await self._tasks.start(self._keep_link, name=f"link to {self.id}")
         except TimeoutError as exc:
             raise InstanceLost(
-                f"The host of engine {self.id!r} gave no link within {self._start_s:g} s; see its log."
+                f"The host of engine {self.id!r} gave no link within {self._start_s:g} s; see what its "
+                "process has printed, or give it a longer start_s."
             ) from exc
         except (MigrationAborted, OSError) as exc:
             reason = reason_in(exc) if isinstance(exc, MigrationAborted) else f"the system says {exc}"
@@ -210,7 +211,7 @@ class RemoteEngine(LinkedEngine):
         link.lose("it was stopped")
         self._status.end(_EMPTY)
         with anyio.move_on_after(_GOODBYE_S, shield=True), suppress(MigrationAborted):
-            await link.say_goodbye()
+            await link.leave()
 
 
 def _first(errors: BaseExceptionGroup[MigrationAborted]) -> MigrationAborted:

@@ -77,6 +77,10 @@ class EngineHost:
     def peers(self, peers: PeerLinks | None) -> None:
         self._verbs.peers = peers
 
+    def __repr__(self) -> str:
+        has = "a controller" if self._session is not None else "no controller"
+        return f"<{type(self).__name__} {self.engine.id!r} [{has}]>"
+
     async def serve(self, channel: Channel) -> None:
         """Serve a link until it ends, which is logged with its reason; for `serve_tcp` and `serve_shared`.
 
