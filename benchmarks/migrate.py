@@ -39,11 +39,21 @@ from hotswap import (
     Model,
     Sampling,
 )
+from hotswap.abc import Engine
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.policies import LeastLoadedRouter
 
-__all__ = ["Settings", "main", "measure"]
+__all__ = [
+    "Settings",
+    "fleet_of",
+    "local_fleet",
+    "main",
+    "make_engine",
+    "make_store",
+    "measure",
+    "moves",
+]
 
 _MODEL = "m"
 _LONGEST = 1024
@@ -213,12 +223,26 @@ class _Stream:
         return [later - earlier for earlier, later in pairwise(times)]
 
 
-def _fleet(root: Path, settings: Settings, context: int, limits: MigrationLimits) -> Fleet:
-    kv_tokens = context + 4 * _LONGEST
-    engines = [TorchEngine(name, threads=1, kv_tokens=kv_tokens, max_requests=8) for name in ("e0", "e1")]
+def make_engine(id: str, context: int) -> TorchEngine:
+    """An engine with room for a request of so many tokens."""
+    return TorchEngine(id, threads=1, kv_tokens=context + 4 * _LONGEST, max_requests=8)
+
+
+def make_store(root: Path | str) -> TieredStore:
+    """A store of the model in a workspace."""
+    return TieredStore(PinnedStore("2 GiB"), NvmeStore(Path(root) / "store"))
+
+
+def local_fleet(root: Path, context: int, limits: MigrationLimits | None = None) -> Fleet:
+    """A fleet of two engines of this process."""
+    return fleet_of([make_engine(id, context) for id in ("e0", "e1")], root, limits)
+
+
+def fleet_of(engines: Sequence[Engine], root: Path, limits: MigrationLimits | None = None) -> Fleet:
+    """A fleet of the model in a workspace that does nothing by itself."""
     return Fleet(
         engines=engines,
-        store=TieredStore(PinnedStore("2 GiB"), NvmeStore(root / "store")),
+        store=make_store(root),
         models=[Model(_MODEL)],
         router=LeastLoadedRouter(),
         scheduler=ByHand(),
@@ -227,6 +251,11 @@ def _fleet(root: Path, settings: Settings, context: int, limits: MigrationLimits
 
 
 async def _measure(root: Path, settings: Settings, context: int, method: str) -> dict[str, Any]:
+    async with local_fleet(root, context, _LIMITS[method]) as fleet:
+        return await moves(fleet, settings, context, method)
+
+
+async def moves(fleet: Fleet, settings: Settings, context: int, method: str) -> dict[str, Any]:
     """Move one request back and forth between two engines, while another decodes on the source."""
     random = Random(context)
     found: dict[str, Any] = {
@@ -237,45 +266,44 @@ async def _measure(root: Path, settings: Settings, context: int, method: str) ->
         "step_ratio": [],
         "copied_bytes": 0,
     }
-    async with _fleet(root, settings, context, _LIMITS[method]) as fleet:
-        await fleet.swap("e0", to=_MODEL)
-        prompt = tuple(random.randrange(2048) for _ in range(context))
-        # The first move warms up.
-        for turn in range(settings.repeats + 1):
-            source, destination = ("e0", "e1") if turn % 2 == 0 else ("e1", "e0")
-            await fleet.swap(destination, to=_MODEL)
-            sampling = Sampling(max_tokens=3 * _LONGEST, ignore_eos=True)
-            for instance in (source, destination):
-                fleet.reopen(instance)
-            async with anyio.create_task_group() as tasks:
-                await fleet.drain(destination)  # both begin on the source
-                moving = _Stream(prompt, sampling)
-                beside = _Stream(tuple(random.randrange(2048) for _ in range(32)), sampling)
-                tasks.start_soon(moving.run, fleet)
-                await moving.has(1)
-                tasks.start_soon(beside.run, fleet)
-                await beside.has(4)
-                began_s = time.perf_counter()
-                await moving.has(len(moving.tokens) + settings.before)
-                moved_s = time.perf_counter()
-                fleet.reopen(destination)
-                if method == "recompute":
-                    await _evict(fleet, source, moving, destination)
-                else:
-                    kind: MigrationMethod = "tokens" if method == "tokens" else "kv"
-                    record = await fleet.migrate(moving.request, to=destination, method=kind)
-                    if record.outcome != "done":
-                        raise RuntimeError(f"a move failed: {record}")
-                    found["copied_bytes"] = record.copied_bytes or found["copied_bytes"]
-                done_s = time.perf_counter()
-                await moving.has(moving.hop.first_index + 8)
-                if turn:
-                    found["gap_s"].append(moving.gap_s)
-                    found["own_step_s"] += moving.steps_s(began_s, moved_s)
-                    found["later_step_s"] += moving.later_steps_s
-                    _add_steps(found, beside, (began_s, moved_s), (moved_s, done_s))
-                tasks.cancel_scope.cancel()
-            await fleet.unload(source)
+    await fleet.swap("e0", to=_MODEL)
+    prompt = tuple(random.randrange(2048) for _ in range(context))
+    # The first move warms up.
+    for turn in range(settings.repeats + 1):
+        source, destination = ("e0", "e1") if turn % 2 == 0 else ("e1", "e0")
+        await fleet.swap(destination, to=_MODEL)
+        sampling = Sampling(max_tokens=3 * _LONGEST, ignore_eos=True)
+        for instance in (source, destination):
+            fleet.reopen(instance)
+        async with anyio.create_task_group() as tasks:
+            await fleet.drain(destination)  # both begin on the source
+            moving = _Stream(prompt, sampling)
+            beside = _Stream(tuple(random.randrange(2048) for _ in range(32)), sampling)
+            tasks.start_soon(moving.run, fleet)
+            await moving.has(1)
+            tasks.start_soon(beside.run, fleet)
+            await beside.has(4)
+            began_s = time.perf_counter()
+            await moving.has(len(moving.tokens) + settings.before)
+            moved_s = time.perf_counter()
+            fleet.reopen(destination)
+            if method == "recompute":
+                await _evict(fleet, source, moving, destination)
+            else:
+                kind: MigrationMethod = "tokens" if method == "tokens" else "kv"
+                record = await fleet.migrate(moving.request, to=destination, method=kind)
+                if record.outcome != "done":
+                    raise RuntimeError(f"a move failed: {record}")
+                found["copied_bytes"] = record.copied_bytes or found["copied_bytes"]
+            done_s = time.perf_counter()
+            await moving.has(moving.hop.first_index + 8)
+            if turn:
+                found["gap_s"].append(moving.gap_s)
+                found["own_step_s"] += moving.steps_s(began_s, moved_s)
+                found["later_step_s"] += moving.later_steps_s
+                _add_steps(found, beside, (began_s, moved_s), (moved_s, done_s))
+            tasks.cancel_scope.cancel()
+        await fleet.unload(source)
     gaps = Summary.of([1e3 * gap for gap in found["gap_s"]])
     print(f"{method} at {context}: {gaps.format(1)} ms", file=sys.stderr)
     return found

@@ -1,4 +1,4 @@
-"""What goes between nodes and processes, beside the least that it could take: weights and tokens.
+"""What goes between nodes and processes, beside the least that it could take: weights, KV blocks and tokens.
 
     python -m benchmarks remote --json remote.json
     python -m benchmarks remote --part peers
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peer_weights, process_tokens, ray_tokens
+from benchmarks import kv_moves, peer_weights, process_tokens, ray_tokens, status_load
 from benchmarks.command import parser_of, save
 from benchmarks.measure import WORK, Summary, brief, machine
 from benchmarks.table import show
@@ -23,7 +23,9 @@ __all__ = ["main", "measure"]
 
 PARTS = {
     "peers": "weights from one node to another, beside a plain socket, and to four at once",
+    "kv": "a move with KV blocks between nodes, beside one in a process and beside computing anew",
     "process": "tokens of an engine in a process of its own, beside the same engine here",
+    "status": "what the status of a hundred engines costs their controller",
     "ray": "tokens of an engine in an actor of Ray, beside Ray's own generators; needs `make ray-env`",
 }
 
@@ -35,8 +37,12 @@ def measure(parts: Sequence[str], directory: Path = WORK, *, full: bool = False)
     if "peers" in parts:
         settings = peer_weights.Settings(**({"spread_bytes": 1_000_000_000} if full else {}))
         report |= peer_weights.measure(settings, directory)
+    if "kv" in parts:
+        report |= kv_moves.measure(kv_moves.Settings(), directory)
     if "process" in parts:
         report |= process_tokens.measure(process_tokens.Settings())
+    if "status" in parts:
+        report |= status_load.measure(status_load.Settings())
     if "ray" in parts:
         report |= ray_tokens.measure(ray_tokens.Settings())
     return report
@@ -54,9 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines += peer_weights.rows(report)
         kept &= Summary.of(report["peer_over_socket"]).median >= peer_weights.LEAST_OF_SOCKET
         kept &= Summary.of(report["peer_four_over_one"]).median <= peer_weights.MOST_OF_ONE
+    if "kv_gap_s" in report:
+        lines += kv_moves.rows(report)
+        kept &= kv_moves.is_kept(report)
     if "process_us_per_token" in report:
         lines += process_tokens.rows(report)
         kept &= Summary.of(report["process_us_per_token"]["added"]).median <= process_tokens.MOST_US
+    if "status" in report:
+        lines += status_load.rows(report)
+        kept &= Summary.of(report["status"]["of_a_core"]).median <= status_load.MOST_OF_A_CORE
     if "cpu_us_per_token" in report:
         lines += ray_tokens.rows(report)
         kept &= ray_tokens.is_kept(report)
