@@ -108,8 +108,6 @@ class Admission:
             return self.take(ticket)
         except BaseException:
             if ticket.instance is not None:
-                if ticket.standing.suspect:
-                    self._state.suspect = None
                 if ticket.standing.follows is not None:
                     ticket.standing.follows.left(ticket.request.id)
                 self._state.release(ticket.request, ticket.instance)
@@ -218,13 +216,11 @@ class Admission:
         if ticket.instance is None and ticket.error is None:
             return
         if ticket.instance is not None:
-            assigned_s = self._state.assign(ticket.request, ticket.instance)
+            assigned_s = self._state.assign(request, ticket.instance, suspect=standing.suspect)
             waited_s = max(assigned_s - ticket.waiting_since_s, 0.1)
             self._usual_wait_s += 0.1 * (waited_s - self._usual_wait_s)
             if ticket.standing.follows is not None:
                 ticket.standing.follows.assigned(ticket.request.id, ticket.instance.id)
-            if ticket.standing.suspect:
-                self._state.suspect = ticket.request.id
         self._state.dequeue(ticket)
         ticket.answered.set()
 

@@ -328,13 +328,11 @@ class FleetState:
         """Take a request from its instance."""
         self.times.learn_stay(*request.stay())
         request.instance = None
-        running = self._running[instance.id]
-        del running[request.request.id]
-        if not running:
+        del self._running[instance.id][request.request.id]
+        if not self._running[instance.id]:
             del self._running[instance.id]
         if request.move is not None:
             request.move.source_left()
-        self.suspect = None if self.suspect == request.request.id else self.suspect
         self.release(request.request, instance)
 
     def running_on(self, instance: InstanceId) -> tuple[ActiveRequest, ...]:
@@ -353,8 +351,9 @@ class FleetState:
             self.suspect = None
             self.tell(Change.RELEASED)
 
-    def assign(self, request: Request, instance: Instance) -> float:
+    def assign(self, request: Request, instance: Instance, *, suspect: bool = False) -> float:
         """Count a request to an instance; return the loop time."""
+        self.suspect = request.id if suspect else self.suspect
         instance.last_assigned = self._num_assigned = self._num_assigned + 1
         active, turn = self.requests.get(request.id), instance.turn
         stalled = active is not None and active.history.num_stalls > 0
@@ -365,6 +364,7 @@ class FleetState:
 
     def release(self, request: Request, instance: Instance) -> None:
         """Count it out again."""
+        self.suspect = None if self.suspect == request.id else self.suspect
         instance.turn.leave(request.id)
         self._count(request, instance, -1)
         self.tell(Change.RELEASED)
