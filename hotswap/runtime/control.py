@@ -242,8 +242,8 @@ class Control:
                 unserved[model] = now_s
                 log.warning(
                     "Model %r has had %d request(s) waiting for %.0f s, and no instance serves it or swaps "
-                    "to it: %r gives it none. The fleet: %s. Instances may be starting, lost, pinned, kept for "
-                    "the min_replicas of other models, or too small.",
+                    "to it: %r gives it none. The fleet: %s. Instances may be starting, lost, pinned, kept "
+                    "for the min_replicas of other models, or too small.",
                     model,
                     self._state.queue.count(model),
                     now_s - since_s,

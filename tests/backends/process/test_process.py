@@ -188,8 +188,12 @@ class _Unstartable(SimEngine):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        raise OutOfMemory("no room")
+        _take_room()
         yield self
+
+
+def _take_room() -> None:
+    raise OutOfMemory("no room")
 
 
 def _killed() -> SimEngine:
