@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from hotswap.request import ModelId
 
@@ -41,7 +44,7 @@ class Residency:
     node: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StoreView:
     """The tiers of a store, the models resident on them, and the models being loaded.
 
@@ -67,7 +70,7 @@ class StoreView:
 
     def tier_of(self, model: ModelId) -> str | None:
         """The fastest tier that holds the whole model, `None` if none does."""
-        held = {(entry.tier, entry.node) for entry in self.residency if entry.model == model}
+        held = self._held.get(model, {})
         return next((tier.name for tier in self.tiers if (tier.name, tier.node) in held), None)
 
     def load_s(self, model: ModelId, tier: str | None = None) -> float:
@@ -87,7 +90,7 @@ class StoreView:
     def source(self, model: ModelId, tier: str | None = None) -> TierView | None:
         """The tier that a load would read from; of several of one name the fastest; `None` without any."""
         name = self.tier_of(model) if tier is None else tier
-        held = {(entry.tier, entry.node) for entry in self.residency if entry.model == model}
+        held = self._held.get(model, {})
         links = [link for link in self.tiers if link.name == name and (name, link.node) in held]
         if len(links) < 2:
             return links[0] if links else None
@@ -96,7 +99,15 @@ class StoreView:
     def _bytes_from(self, model: ModelId, link: TierView) -> int:
         if _size(self.loading, model, link) is not None:
             return link.queued_bytes
-        return link.queued_bytes + (_size(self.residency, model, link) or 0)
+        return link.queued_bytes + self._held.get(model, {}).get((link.name, link.node), 0)
+
+    @cached_property
+    def _held(self) -> Mapping[ModelId, Mapping[tuple[str, str], int]]:
+        """The bytes of each model by name and node of the tiers that hold it, gathered once for each view."""
+        held: defaultdict[ModelId, dict[tuple[str, str], int]] = defaultdict(dict)
+        for entry in self.residency:
+            held[entry.model].setdefault((entry.tier, entry.node), entry.size_bytes)
+        return held
 
 
 def _size(entries: tuple[Residency, ...], model: ModelId, tier: TierView) -> int | None:
