@@ -68,10 +68,11 @@ def test_an_eviction_costs_the_turns_of_others_that_wait() -> None:
     assert plan(of([serving("e0", "a", 1)], models, [("b", 54.0), ("c", 0.0)])) == [("e0", "b")]
 
 
-def beside(wait_s: float, num_remaining: int = 10_000) -> list[Swap]:
+def beside(wait_s: float, *, num_remaining: int = 10_000, here_s: float = 0.0) -> list[Swap]:
     """Plan for a request that waits for b, beside one of a that runs on the only instance."""
     models = [model("a", 1), model("b", 1, waiting=1)]
-    one = replace(running("r", "e0"), num_tokens=0, num_remaining=num_remaining)
+    since_s = NOW_S - here_s
+    one = replace(running("r", "e0"), num_tokens=0, num_remaining=num_remaining, since_s=since_s)
     view = replace(of([serving("e0", "a", 1)], models, [("b", wait_s)]), running=(one,))
     return [action for action in CostSwap().plan(view) if isinstance(action, Swap)]
 
@@ -84,6 +85,18 @@ def test_requests_that_end_soon_are_drained_for_as_long_as_that_costs_less_than_
     assert beside(39.9) == []
     (swap,) = beside(40.1)
     assert swap.deadline_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("here_s", "num_remaining", "cost_s"),
+    [(20.0, 10_000, 40.0), (80.0, 10_000, 10.0), (99.0, 50_000, 40 * 40 / 198), (90.0, 3_500, 10.0)],
+)
+def test_a_stop_counts_by_its_share_of_the_whole_time_of_a_request(
+    here_s: float, num_remaining: int, cost_s: float
+) -> None:
+    """40 s are all of a request of 40 s and a quarter of one of 160 s: twice its stay, or by its bound."""
+    assert beside(cost_s - 0.1, num_remaining=num_remaining, here_s=here_s) == []
+    assert len(beside(cost_s + 0.1, num_remaining=num_remaining, here_s=here_s)) == 1
 
 
 def test_a_turn_lasts_for_two_swaps() -> None:

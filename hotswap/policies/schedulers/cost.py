@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, ldexp
@@ -33,17 +33,22 @@ class CostSwap(Scheduler):
 
         lost(m, i)  = w(m) x sum over the requests that wait for m of  t max(1, t / (4 S))
         stop(m, i)  = S + 2 S + q 3 S / E + swap_s(v, i) + prefill_s(tokens)
-        evict(m, i) = w(v) n stop(m, i) / r(v)
+        evict(m, i) = w(v) x sum over the requests on i of  stop min(1, stop / whole) / r(v)
         drain(m, i) = lost(m, i) at the end of the requests on i, less lost(m, i) now
         swap i to m   for the i of the least cost(m, i) = min(evict, drain), if lost(m, i) >= cost(m, i)
 
-    with *t* the seconds that a request has waited and *S* = `swap_s(m, i)`; *v* the model that *i* has, *n*
-    its requests there with all their tokens, *r* its replicas; *w* the `weight`; *q* the other models that
-    wait without a replica, *E* the instances. An instance without a request costs nothing.
+    with *t* the seconds that a request has waited and *S* = `swap_s(m, i)`; *v* the model that *i* has, *r*
+    its replicas; *whole* the seconds for which a request is on *i* in all; *w* the `weight`; *q* the other
+    models that wait without a replica, *E* the instances. An instance without a request costs nothing.
 
     **Evicted requests** stop until *i* has come to *m*, *m* has had a turn of 2 *S*, the *q* others, on *E*
     instances, have had theirs, and *i* has come back; then their tokens are computed again. With other
     replicas they lose less.
+
+    **A stop counts by its share of the whole** time of its request: an answer of a minute loses little by a
+    stop of two seconds, and one of two seconds as much as it takes. A request is expected to take as long
+    again as it has been on *i*, unless `num_remaining` tokens of `FleetView.times.token_s` end it sooner:
+    what it has waited before makes no further stop cheaper.
 
     **Requests that end soon** are left to end, where those that wait lose less by that than the others would
     by being evicted: the instance admits none, and goes to *m* when they have ended, at the latest when
@@ -88,11 +93,12 @@ class CostSwap(Scheduler):
         costs = _Costs(fleet, allocation, [wait.model for wait in waits])
         for wait in sorted(waits, key=lambda wait: (-wait.lost_s(inf), wait.model.id)):
             model = wait.model
-            best = min((costs.of(wait, i) for i in allocation.swappable(model)), default=None)
+            prices = (costs.of(wait, instance) for instance in allocation.swappable(model))
+            best = min((price for price in prices if price is not None), default=None)
             if best is None:
                 continue
             lost_s = wait.lost_s(costs.swap_s(model.id, fleet.instance(best.id)))
-            if lost_s >= best.cost_s:  # which is infinite where a turn has just begun
+            if lost_s >= best.cost_s:
                 lost = f"requests for {model.id} have lost {lost_s:.3g} s by waiting"
                 more = "by waiting for others to end" if best.deadline_s else "if others were evicted"
                 reason = f"{lost}; {more} on {best.id} {best.cost_s:.3g} s would be lost"
@@ -135,6 +141,36 @@ class _Price(NamedTuple):
     deadline_s: float
 
 
+class _Busy:
+    """An instance with requests: what it costs to take it, as far as the model that gets it does not matter.
+
+    Attributes:
+        donor: The model that it has.
+        since_s: The loop time at which its turn began.
+        prefill_s: What it takes to compute the tokens of its requests again.
+        back_s: What a swap back takes.
+        end_s: The seconds after which all of its requests have ended at the latest.
+    """
+
+    def __init__(self, fleet: FleetView, instance: InstanceView, donor: ModelView, back_s: float) -> None:
+        times, runs = fleet.times, fleet.running_on(instance.id)
+        self.donor, self.back_s = donor, back_s
+        self.since_s = -inf if instance.serving_since_s is None else instance.serving_since_s
+        self.prefill_s = times.prefill_s(sum(run.num_tokens for run in runs))
+        self.end_s = times.token_s * max((run.num_remaining for run in runs), default=0)
+        self._num_unknown = instance.num_requests - len(runs)
+        self._whole_s = [
+            here_s + min(here_s, times.token_s * run.num_remaining)
+            for run in runs
+            for here_s in (fleet.now_s - run.since_s,)
+        ]
+
+    def lost_s(self, stop_s: float) -> float:
+        """Return what its requests lose if they stop for so long: each the more, the shorter it is."""
+        known_s = sum(stop_s if stop_s >= whole_s else stop_s**2 / whole_s for whole_s in self._whole_s)
+        return self.donor.weight * (known_s + self._num_unknown * stop_s)
+
+
 class _Costs:
     """The costs of instances while one plan adds its swaps."""
 
@@ -142,23 +178,21 @@ class _Costs:
         self._fleet, self._allocation, self._waiting = fleet, allocation, waiting
         self._known_s: dict[tuple[ModelId, str, bool, bool], float] = {}
         self._queued: set[ModelId] = set()
-        self._tokens: Counter[InstanceId] = Counter()
-        self._remaining: dict[InstanceId, int] = {}
-        for run in fleet.running:
-            self._tokens[run.instance] += run.num_tokens
-            self._remaining[run.instance] = max(run.num_remaining, self._remaining.get(run.instance, 0))
+        self._busy: dict[InstanceId, _Busy | None] = {}
         self.count_queued()
 
     def count_queued(self) -> None:
         """Count anew which models wait for an instance and have none, after a swap was added."""
         self._queued = {model.id for model in self._waiting if not self._allocation.num_replicas(model)}
 
-    def of(self, wait: _Wait, instance: InstanceView) -> _Price:
-        """Return what others lose if an instance goes to a model; infinite where a turn has just begun."""
+    def of(self, wait: _Wait, instance: InstanceView) -> _Price | None:
+        """Return what others lose if an instance goes to a model; `None` where a turn has just begun."""
+        cost = self._cost_s(wait, instance)
+        if cost is None:
+            return None
         taken = instance.state is not InstanceState.EMPTY
         unprepared = instance.preloaded != wait.model.id
-        cost_s, deadline_s = self._cost_s(wait, instance)
-        return _Price(cost_s, taken, unprepared, used_s(instance), instance.id, deadline_s)
+        return _Price(cost[0], taken, unprepared, used_s(instance), instance.id, cost[1])
 
     def swap_s(self, model: ModelId, instance: InstanceView) -> float:
         """Return `FleetView.swap_s`, worked out once for instances that are alike."""
@@ -169,28 +203,35 @@ class _Costs:
             seconds = self._known_s[key] = self._fleet.swap_s(model, instance)
         return seconds
 
-    def _cost_s(self, wait: _Wait, instance: InstanceView) -> tuple[float, float]:
+    def _cost_s(self, wait: _Wait, instance: InstanceView) -> tuple[float, float] | None:
         """Return the cost, and the seconds that requests on the instance get to finish."""
-        donor = None if instance.model is None else self._allocation.models.get(instance.model)
-        if donor is None or not instance.num_requests:
+        busy = self._busy_on(instance)
+        if busy is None:
             return 0.0, 0.0
         there_s = self.swap_s(wait.model.id, instance)
-        prefill_s = self._fleet.times.prefill_s(self._tokens[instance.id])
-        since_s = instance.serving_since_s
-        if since_s is not None and self._fleet.now_s - since_s < _TURN * (there_s + prefill_s):
-            return inf, 0.0
+        if self._fleet.now_s - busy.since_s < _TURN * (there_s + busy.prefill_s):
+            return None
         num_queued = len(self._queued) - (wait.model.id in self._queued)
         stop_s = (there_s + _TURN * there_s) * (1 + num_queued / len(self._fleet.instances))
-        stop_s += self.swap_s(donor.id, instance) + prefill_s
-        evict_s = donor.weight * instance.num_requests * stop_s / self._allocation.num_replicas(donor)
-        end_s = self._fleet.times.token_s * self._remaining.get(instance.id, 0)
-        drain_s = wait.more_s(there_s, end_s)
+        stop_s += busy.back_s + busy.prefill_s
+        evict_s = busy.lost_s(stop_s) / self._allocation.num_replicas(busy.donor)
+        drain_s = wait.more_s(there_s, busy.end_s)
         if not 0 < drain_s < evict_s:
             return evict_s, 0.0
-        deadline_s = end_s  # which is an estimate: longer, while that costs no more than to evict
+        deadline_s = busy.end_s  # which is an estimate: longer, while that costs no more than to evict
         while wait.more_s(there_s, 2 * deadline_s) <= evict_s:
             deadline_s *= 2
         return drain_s, deadline_s
+
+    def _busy_on(self, instance: InstanceView) -> _Busy | None:
+        """Return an instance with requests, looked at once; `None` if it has none."""
+        if instance.id not in self._busy:
+            donor = None if instance.model is None else self._allocation.models.get(instance.model)
+            busy = None
+            if donor is not None and instance.num_requests:
+                busy = _Busy(self._fleet, instance, donor, self.swap_s(donor.id, instance))
+            self._busy[instance.id] = busy
+        return self._busy[instance.id]
 
 
 def _waits(fleet: FleetView, allocation: Allocation) -> list[_Wait]:
