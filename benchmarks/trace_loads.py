@@ -3,8 +3,11 @@
 The folder has tables with the columns of `hotswap.simulation.Trace.read`:
 
     azure_llm_2023_conv.csv.gz           Azure's conversations (Patel et al., Splitwise, ISCA 2024)
+    azure_llm_2023_code.csv.gz           Azure's completions of code, likewise
     mooncake_conversation.csv.gz         Mooncake's (Qin et al., FAST 2025), with `prefix_blocks_512`
     servegen_4models_60rps_20min.csv.gz  from the clients of ServeGen (arXiv:2505.09999), with `tenant`
+
+`arrival_s` of Azure's is the seconds since the first row of its file, to a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from hotswap.simulation import Cluster, Served, Trace, TraceRequest
 __all__ = ["LOADS", "Load", "Target"]
 
 AZURE = "azure_llm_2023_conv.csv.gz"
+AZURE_CODE = "azure_llm_2023_code.csv.gz"
 MOONCAKE = "mooncake_conversation.csv.gz"
 SERVEGEN = "servegen_4models_60rps_20min.csv.gz"
 # Of the clock of Mooncake's trace.

@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(
 PAGE = (ROOT / "docs" / "journeys.md").read_text("utf-8")
 # Names in the pages that are not hotswap's: of Python, vLLM, OpenTelemetry, systemd, and units.
 FOREIGN = {"AsyncEngineArgs", "KeyboardInterrupt", "MemoryError", "RemoveIPC", "SystemExit", "TracerProvider"}
-FOREIGN |= {"AzureLLMInferenceTrace_conv", "GiB", "MiB", "RoPE", "TiB"}
+FOREIGN |= {"AzureLLMInferenceTrace_code", "AzureLLMInferenceTrace_conv", "GiB", "MiB", "RoPE", "TiB"}
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 E0, E1 = InstanceId("e0"), InstanceId("e1")
 
