@@ -319,6 +319,20 @@ async def test_the_load_time_is_that_of_the_node_with_the_shortest_queue() -> No
 
 
 @virtual_time
+async def test_a_model_that_a_node_loads_is_shown_there_and_counts_once() -> None:
+    store = nodes()
+    async with store.on("n1").open(await shard_of(store.on("n1"), A)) as chunks:
+        await anext(chunks)
+        (loading,) = store.view().loading
+        assert (loading.model, loading.tier, loading.node, loading.size_bytes) == (A, "disk", "n1", 95)
+        assert store.view().seen_from("n1").load_s(A) == pytest.approx(9.5)
+        assert store.view().seen_from("n1").load_s(B) == pytest.approx(19.5)
+        assert store.view().seen_from("n0").loading == ()
+        assert store.view().seen_from("n0").load_s(A) == pytest.approx(10.0)
+    assert store.view().loading == ()
+
+
+@virtual_time
 async def test_a_node_that_is_not_there_is_named() -> None:
     with pytest.raises(ShardMissing, match="'n7'"):
         nodes().on("n7")

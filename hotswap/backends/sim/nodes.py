@@ -61,6 +61,7 @@ class SimNodes(WeightStore):
         return StoreView(
             tiers=tuple(sorted(tiers, key=lambda tier: -tier.bytes_per_s)),
             residency=tuple(chain.from_iterable(view.residency for view in views)),
+            loading=tuple(chain.from_iterable(view.loading for view in views)),
         )
 
     def __repr__(self) -> str:
