@@ -20,7 +20,9 @@ from hotswap.action import (
 )
 from hotswap.chat import Chat
 from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong
-from hotswap.model import Adapter, Layout, Model, OnChange
+from hotswap.event import EventKind, FleetEvent
+from hotswap.model import Adapter, Layout, Model, ModelCard, OnChange
+from hotswap.phase_view import PhaseView
 from hotswap.request import (
     AdapterId,
     FinishReason,
@@ -35,6 +37,7 @@ from hotswap.request import (
 from hotswap.runtime import (
     Adapters,
     Completion,
+    EventStream,
     Fleet,
     FleetStream,
     Hop,
@@ -67,8 +70,11 @@ __all__ = [
     "Chat",
     "Completion",
     "DrainRecord",
+    "EventKind",
+    "EventStream",
     "FinishReason",
     "Fleet",
+    "FleetEvent",
     "FleetStream",
     "FleetView",
     "Hop",
@@ -83,11 +89,13 @@ __all__ = [
     "MigrationOutcome",
     "MigrationRecord",
     "Model",
+    "ModelCard",
     "ModelId",
     "ModelView",
     "Models",
     "OnChange",
     "PhaseRecord",
+    "PhaseView",
     "PromptLogprobs",
     "PromptTooLong",
     "Request",

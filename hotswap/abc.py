@@ -6,8 +6,9 @@ Programs that use a fleet import from `hotswap`; values that both need are in bo
 Engines
     `Engine`, `WrapperEngine` to wrap another; `EngineStatus` and `StatusListener`, by which an engine tells
     its state; `ModelCard`, which it loads; `Request`, and `TokenQueue` for the `TokenStream` of its tokens.
-    Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsGrammars`, `SupportsModelCheck`,
-    `SupportsModelTrial`, `SupportsMigration` (with `KVSource`, `KVSink`, `KVLayout`, `KVPages`, `Stopped`).
+    Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsGrammars`, `SupportsKVLimit`,
+    `SupportsModelCheck`, `SupportsModelTrial`, `SupportsMigration` (with `KVSource`, `KVSink`, `KVLayout`,
+    `KVPages`, `Stopped`).
 Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
@@ -40,6 +41,7 @@ from hotswap.engine import (
     StatusListener,
     SupportsAdapters,
     SupportsGrammars,
+    SupportsKVLimit,
     SupportsModelCheck,
     SupportsModelTrial,
     SupportsPreload,
@@ -68,6 +70,7 @@ from hotswap.model import (
     Shard,
     TensorSpec,
 )
+from hotswap.phase_view import PhaseView
 from hotswap.request import (
     AdapterId,
     FinishReason,
@@ -153,6 +156,7 @@ __all__ = [
     "MoveView",
     "Mover",
     "OnChange",
+    "PhaseView",
     "PinAdapters",
     "Prefetch",
     "PromptLogprobs",
@@ -172,6 +176,7 @@ __all__ = [
     "SupportsAdapters",
     "SupportsGrammars",
     "SupportsImport",
+    "SupportsKVLimit",
     "SupportsLeastTokens",
     "SupportsLend",
     "SupportsLendFiles",

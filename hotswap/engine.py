@@ -25,6 +25,7 @@ __all__ = [
     "StatusListener",
     "SupportsAdapters",
     "SupportsGrammars",
+    "SupportsKVLimit",
     "SupportsModelCheck",
     "SupportsModelTrial",
     "SupportsPreload",
@@ -210,6 +211,18 @@ class SupportsGrammars(Protocol):
 
 
 @runtime_checkable
+class SupportsKVLimit(Protocol):
+    """An engine that can say beforehand how long a request of a model may become."""
+
+    def most_kv_tokens(self, model: ModelCard) -> int | None:
+        """Return how many tokens of one request its KV blocks could hold; `None` if that is not known.
+
+        Synchronous, cheap, and the same at any time. The last token of a request takes no place.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsModelCheck(Protocol):
     """An engine that can say of a model beforehand that it will never serve it, by what its card tells."""
 
@@ -242,8 +255,8 @@ class SupportsModelTrial(Protocol):
 class WrapperEngine(Engine):
     """Forwards everything to another engine: subclass it and override what should differ.
 
-    It has no optional ability, save that the fleet asks the wrapped engine for `SupportsModelCheck` and
-    `SupportsModelTrial` where a subclass has not got it.
+    It has no optional ability, save that the fleet asks the wrapped engine for `SupportsModelCheck`,
+    `SupportsModelTrial` and `SupportsKVLimit` where a subclass has not got it.
     """
 
     def __init__(self, engine: Engine) -> None:

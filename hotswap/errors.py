@@ -13,6 +13,7 @@ HotswapError
     ModelTooLarge                no engine of the fleet could ever hold the model
     QueueFull                    as many requests wait as may; try again after `retry_after_s`
     DeadlineExceeded             the request's own deadline passed
+    RequestCancelled             it was cancelled by its id
     LoadsExhausted               its model failed to load too often
   InstanceError                try elsewhere
     OutOfMemory                  weights or KV blocks do not fit
@@ -57,6 +58,7 @@ __all__ = [
     "OutOfMemory",
     "PromptTooLong",
     "QueueFull",
+    "RequestCancelled",
     "RequestError",
     "RequestEvicted",
     "ShardCorrupt",
@@ -149,6 +151,10 @@ class QueueFull(RequestError):
 
 class DeadlineExceeded(RequestError):
     """The request's own deadline passed before it finished."""
+
+
+class RequestCancelled(RequestError):
+    """The request was cancelled by its id (`Fleet.cancel`), not by the client that reads it."""
 
 
 class LoadsExhausted(RequestError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from hotswap.errors import StoreError
 from hotswap.model import HostBuffer, HostChunk, Manifest, Shard
@@ -21,11 +22,19 @@ from hotswap.store import (
 )
 from hotswap.text import Tokenizer
 
-__all__ = ["MeteredStore"]
+__all__ = ["MeteredStore", "ReadListener"]
+
+
+class ReadListener(Protocol):
+    """What is told of bytes as they are read."""
+
+    def bytes_read(self, num_bytes: int) -> None:
+        """Take the bytes read so far; synchronous and cheap, called on the event loop."""
+        ...
 
 
 class MeteredStore(WrapperStore):
-    """Counts what an engine reads or is lent, and from which tier.
+    """Counts what an engine reads or is lent, and from which tier, and tells a listener of it.
 
     It has the abilities of the store that it wraps which engines ask for; without one of them it answers as
     such a store says that it cannot.
@@ -36,8 +45,9 @@ class MeteredStore(WrapperStore):
         buffered: Whether any went through the page cache.
     """
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, listener: ReadListener | None = None) -> None:
         super().__init__(store)
+        self._listener = listener
         self.num_bytes = 0
         self.tier = ""
         self.buffered = False
@@ -52,6 +62,8 @@ class MeteredStore(WrapperStore):
         self.num_bytes += num_bytes
         self.tier = tier or self.tier
         self.buffered = self.buffered or buffered
+        if self._listener is not None:
+            self._listener.bytes_read(self.num_bytes)
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         wrapped = self.wrapped

@@ -37,6 +37,17 @@ class TokenStream(ABC):
     async def __anext__(self) -> Token:
         """Wait for the next token and return it."""
 
+    async def take(self) -> list[Token]:
+        """Wait for a token, and return it with those that have arrived after it; none at the end.
+
+        Errors and cancellations are those of an iteration. Streams that cannot tell what has arrived give one
+        token.
+        """
+        try:
+            return [await self.__anext__()]
+        except StopAsyncIteration:
+            return []
+
     async def collect(self) -> list[Token]:
         """Read the stream to its end."""
         return [token async for token in self]
@@ -96,14 +107,27 @@ class TokenQueue(TokenStream):
         return self._closed
 
     async def __anext__(self) -> Token:
+        if not self._tokens and not await self._arrived():
+            raise StopAsyncIteration
+        return self._tokens.popleft()
+
+    async def take(self) -> list[Token]:
+        if not self._tokens:
+            await self._arrived()
+        tokens = list(self._tokens)
+        self._tokens.clear()
+        return tokens
+
+    async def _arrived(self) -> bool:
+        """Wait until there is a token; return false at the end, and raise what ended the stream early."""
         while not self._tokens:
             if self._closed:
                 if self._error is not None:
                     await checkpoint_if_cancelled()  # a cancelled reader gets its cancellation instead
                     raise self._error
-                raise StopAsyncIteration
+                return False
             await self._change()
-        return self._tokens.popleft()
+        return True
 
     def _wake(self) -> None:
         while self._waiting:

@@ -14,6 +14,7 @@ from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Any, NewType, Self, TypeAlias, TypeVar
 
+from hotswap.phase_view import PhaseView
 from hotswap.request import AdapterId, ModelId, RequestId
 from hotswap.store_view import Residency, StoreView, TierView
 from hotswap.times_view import TimesView
@@ -130,6 +131,8 @@ class InstanceView(EngineStatus):
             routers balance this number.
         swapping: Whether a swap has the instance, from its acceptance until its record is written.
         target: The model of that swap; `None` for an unload.
+        phase: Where that swap is; `None` before its first phase, and outside of swaps.
+        lost_because: Why it is LOST, as far as that is known.
         serving_since_s: The loop time at which the present model became ready; `None` if there is none.
         cooling_down: Models that failed to load here and are not tried again yet.
         draining: Whether the fleet sends nothing more here, and moves what runs elsewhere.
@@ -149,6 +152,8 @@ class InstanceView(EngineStatus):
     num_requests: int = 0
     swapping: bool = False
     target: ModelId | None = None
+    phase: PhaseView | None = None
+    lost_because: str = ""
     serving_since_s: float | None = None
     cooling_down: tuple[ModelId, ...] = ()
     draining: bool = False

@@ -3,6 +3,7 @@
 from hotswap.runtime.active import Hop
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.completion import Completion, Sample, Usage
+from hotswap.runtime.events import EventStream
 from hotswap.runtime.fleet import Fleet
 from hotswap.runtime.flow import FleetStream
 from hotswap.runtime.models import Models
@@ -13,6 +14,7 @@ from hotswap.runtime.swap import SwapLimits
 __all__ = [
     "Adapters",
     "Completion",
+    "EventStream",
     "Fleet",
     "FleetStream",
     "Hop",

@@ -15,6 +15,7 @@ from hotswap import telemetry as tm
 from hotswap.action import PinAdapters
 from hotswap.checks import check_kind, check_strings
 from hotswap.errors import ConfigError, InstanceLost, RequestEvicted, UnknownAdapter
+from hotswap.event import EventKind
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, ModelId
 from hotswap.runtime.adapter_cache import AdapterCaches
@@ -94,7 +95,7 @@ class Adapters:
                 "This fleet has adapters and no engine that can hold one; give it an engine that can."
             )
         if known is None:
-            self._install(self._next(adapter))
+            self._install(self._next(adapter), "adapter_added")
 
     async def update(self, adapter: Adapter) -> Adapter:
         """Give an adapter new weights while it is served; return it with its new `epoch`.
@@ -140,7 +141,7 @@ class Adapters:
                 except BaseException:
                     await self._retire(new)
                     raise
-                self._install(new)
+                self._install(new, "adapter_updated")
                 await self._retire(old)
             return new
 
@@ -154,8 +155,7 @@ class Adapters:
         check_strings(ConfigError, model=model, adapter=adapter)
         self._refuse_rolled(model)
         old = self.named(ModelId(model), adapter)
-        del self._state.adapters[_key(old)]
-        self._state.demand.forget(old)
+        self._forget(old)
         self._texts.forget_adapter(old)
         await self._retire(old)
 
@@ -163,8 +163,7 @@ class Adapters:
         """Forget all adapters of a model that is gone."""
         for key, adapter in tuple(self._state.adapters.items()):
             if key[0] == model:
-                del self._state.adapters[key]
-                self._state.demand.forget(adapter)
+                self._forget(adapter)
 
     def named(self, model: ModelId, adapter: str) -> Adapter:
         """Return the latest version of an adapter of a model.
@@ -239,8 +238,17 @@ class Adapters:
         self._caches.files.note(version)
         return version
 
-    def _install(self, adapter: Adapter) -> None:
+    def _install(self, adapter: Adapter, event: EventKind) -> None:
         self._state.adapters[_key(adapter)] = adapter
+        self._note(event, adapter)
+
+    def _forget(self, adapter: Adapter) -> None:
+        del self._state.adapters[_key(adapter)]
+        self._state.demand.forget(adapter)
+        self._note("adapter_removed", adapter)
+
+    def _note(self, event: EventKind, adapter: Adapter) -> None:
+        self._state.events.note(event, model=ModelId(adapter.model), adapter=adapter.version)
 
     def __repr__(self) -> str:
         return f"<Adapters [{', '.join(f'{a.model}/{a.version}' for a in self) or 'none'}]>"

@@ -34,6 +34,11 @@ class Closing:
         """Admit requests: the fleet is open, for the first time or again."""
         self._is_closed = False
 
+    @property
+    def admits(self) -> bool:
+        """Whether the fleet is open and takes new requests."""
+        return self._lifetime.is_open and not self._num_callers and not self._is_closed
+
     def check_admits(self) -> None:
         """Raise `FleetClosed` if a new request comes too late, or too early, and `WrongLoop` as ever."""
         self._lifetime.check_open()

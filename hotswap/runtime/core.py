@@ -25,13 +25,14 @@ from hotswap.checks import (
     check_priority,
     check_seconds,
     check_strings,
+    shown,
     to_flag,
     to_objects,
 )
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
 from hotswap.migration import Mover
-from hotswap.model import Adapter, Model
+from hotswap.model import Adapter, Model, ModelCard
 from hotswap.request import ModelId, Request, RequestId
 from hotswap.router import Router
 from hotswap.runtime.adapter_cache import AdapterCaches
@@ -61,6 +62,8 @@ from hotswap.store import WeightStore
 from hotswap.telemetry import Telemetry
 
 __all__ = ["Core", "NewRequest"]
+
+_MAX_ID_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class Core(AsyncContextManagerMixin):
         self.caches = AdapterCaches(state, telemetry)
         self.texts = Texts(state.store, self.lifetime)
         self.adapters = Adapters(state, self.caches, self.lifetime, telemetry, self.texts)
-        losses = Losses(telemetry)
+        losses = Losses(state, telemetry)
         self.swaps = Swaps(
             state,
             self.admission,
@@ -185,6 +188,7 @@ class Core(AsyncContextManagerMixin):
                 async with anyio.create_task_group() as tasks:
                     self.lifetime.begin(tasks)
                     self.closing.begin()
+                    self.state.events.open()
                     tasks.start_soon(self._control.run, tasks, last_view, name="hotswap control")
                     try:
                         yield self
@@ -204,6 +208,7 @@ class Core(AsyncContextManagerMixin):
 
     def _stop(self, tasks: anyio.abc.TaskGroup) -> None:
         self.lifetime.end()
+        self.state.events.close()
         self.state.wake()
         tasks.cancel_scope.cancel()
         for instance in self.state.instances.values():
@@ -220,6 +225,7 @@ class Core(AsyncContextManagerMixin):
         priority: int,
         deadline_s: float | None,
         add_special_tokens: bool | None,
+        request_id: str | None,
         most_samples: int | None = None,
     ) -> AsyncGenerator[tuple[ClientRequest, ...]]:
         """Make a request of each sample that is asked for, and carry them until they end or the block does.
@@ -234,6 +240,7 @@ class Core(AsyncContextManagerMixin):
             check_seconds(InvalidRequest, deadline_s=deadline_s)
             check_strings(InvalidRequest, model=model, adapter="" if adapter is None else adapter)
             to_flag("add_special_tokens", add_special_tokens, True)
+            given = self._free_id(request_id)
             sampling = to_sampling(sampling)
             if most_samples is not None and sampling.n > most_samples:
                 raise InvalidRequest(
@@ -242,13 +249,20 @@ class Core(AsyncContextManagerMixin):
                 )
             name = self._served(model)
             self.state.card(name)
-            entering = EnteringRequest(name, arrived_s + (math.inf if deadline_s is None else deadline_s))
+            at_s = arrived_s + (math.inf if deadline_s is None else deadline_s)
+            entering = EnteringRequest(name, at_s, given)
             with self._under_way(entering):
                 tokens, sampling, text = await self._read(
                     entering, model, prompt, sampling, adapter=adapter, add_special_tokens=add_special_tokens
                 )
             new = self.new_request(
-                entering.model, tokens, sampling, adapter=adapter, priority=priority, arrived_s=arrived_s
+                entering.model,
+                tokens,
+                sampling,
+                adapter=adapter,
+                priority=priority,
+                arrived_s=arrived_s,
+                given_id=given,
             )
             self.lifetime.check_open()  # it may have closed meanwhile
         except Exception as exc:
@@ -305,7 +319,9 @@ class Core(AsyncContextManagerMixin):
     ) -> tuple[ClientRequest, ...]:
         """Queue the samples of a request, all or none, and start their tasks."""
         leader, *followers = samples_of(new.request)
-        group = SampleGroup(leader.id) if followers else None
+        if taken := [sample.id for sample in (leader, *followers) if sample.id in self.state.requests]:
+            raise _taken(taken[0])
+        group = SampleGroup(new.request.id, leader.id) if followers else None
         make = partial(
             ClientRequest,
             adapter=new.adapter,
@@ -343,8 +359,9 @@ class Core(AsyncContextManagerMixin):
         adapter: str | None,
         priority: int,
         arrived_s: float,
+        given_id: RequestId | None = None,
     ) -> NewRequest:
-        """Check a request that has just come, and give it its id, which sorts as requests came.
+        """Check a request that has just come; an id that the fleet gives it sorts as requests came.
 
         It gets a seed if it needs one and has none, which it keeps for its whole life.
 
@@ -356,10 +373,10 @@ class Core(AsyncContextManagerMixin):
         card = self.state.card(model, closed=True)
         arrival = self.state.next_arrival()
         request = Request(
-            id=RequestId(f"{self._name}-{arrival:07d}"),
+            id=given_id or RequestId(f"{self._name}-{arrival:07d}"),
             model=model,
             prompt=prompt,
-            sampling=self._settled(sampling, most_tokens=card.max_context_tokens - len(prompt)),
+            sampling=self._settled(sampling, card, len(prompt)),
             adapter=None if named is None else named.version,
             priority=priority,
             arrived_s=arrived_s,
@@ -368,6 +385,24 @@ class Core(AsyncContextManagerMixin):
         if named is not None:
             self.state.demand.ask(named)
         return NewRequest(request, named, arrival)
+
+    def _free_id(self, id: str | None) -> RequestId | None:
+        """Return the id that a client gives its request.
+
+        Raises:
+            InvalidRequest: it is none, or another request under way has it.
+        """
+        if id is None:
+            return None
+        check_strings(InvalidRequest, request_id=id)
+        if not (0 < len(id) <= _MAX_ID_CHARACTERS and id.isascii() and id.isprintable()):
+            raise InvalidRequest(
+                f"request_id is {shown(id)}; give 1 to {_MAX_ID_CHARACTERS} characters of ASCII that can be "
+                "shown."
+            )
+        if self.state.under_way(RequestId(id)):
+            raise _taken(id)
+        return RequestId(id)
 
     def _registered(self, model: object) -> ModelId | None:
         """Return the id that a client gave, which may be of any type, if a model is called so."""
@@ -383,12 +418,18 @@ class Core(AsyncContextManagerMixin):
         """Return the model that serves requests for this name now."""
         return self.state.aliases.get(ModelId(model), ModelId(model))
 
-    def _settled(self, sampling: Sampling, *, most_tokens: int) -> Sampling:
+    def _settled(self, sampling: Sampling, card: ModelCard, num_prompt_tokens: int) -> Sampling:
         """Return what is asked for with nothing left open."""
-        if sampling.max_tokens == AS_MANY_AS_FIT and most_tokens > 0:
-            most = max(min(most_tokens, AS_MANY_AS_FIT), sampling.min_tokens)
-            least = min(sampling.min_tokens, most - bool(sampling.forced_end_tokens))
-            sampling = with_checked(sampling, max_tokens=most, min_tokens=least)
+        if sampling.max_tokens == AS_MANY_AS_FIT:
+            fitting = self.models.fitting(card, card.max_context_tokens - 1) + 1  # the last takes no KV block
+            if (most := min(fitting - num_prompt_tokens, AS_MANY_AS_FIT)) > 0:
+                most = max(most, sampling.min_tokens)
+                least = min(sampling.min_tokens, most - bool(sampling.forced_end_tokens))
+                sampling = with_checked(sampling, max_tokens=most, min_tokens=least)
         if sampling.seed is None and sampling.is_random:
             sampling = with_checked(sampling, seed=self._random.getrandbits(63))
         return sampling
+
+
+def _taken(id: str) -> InvalidRequest:
+    return InvalidRequest(f"request_id is {id!r}, and a request under way has it; give another.")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import anyio
 
 from hotswap.errors import DeadlineExceeded
-from hotswap.request import ModelId
+from hotswap.request import ModelId, RequestId
 
 __all__ = ["EnteringRequest"]
 
@@ -18,14 +18,15 @@ class EnteringRequest:
 
     Args:
         model: What it asks for.
+        id: The id that its client gave it; `None` without one.
         deadline_at_s: The loop time at which it ends by `DeadlineExceeded`.
 
     Attributes:
         model: What serves it, as far as that is known: a roll may change it.
     """
 
-    def __init__(self, model: ModelId, deadline_at_s: float) -> None:
-        self.model = model
+    def __init__(self, model: ModelId, deadline_at_s: float, id: RequestId | None = None) -> None:
+        self.model, self.id = model, id
         self._scope = anyio.CancelScope(deadline=deadline_at_s)
         self._error: Exception | None = None
 

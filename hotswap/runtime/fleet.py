@@ -16,6 +16,7 @@ from hotswap.model import Adapter, Model
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.core import Core
+from hotswap.runtime.events import EventStream
 from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.operations import RollStreams
@@ -135,6 +136,20 @@ class Fleet(Requests, AsyncContextManagerMixin):
         """Evict what runs on an instance within `deadline_s` and free its weights; errors as for `swap`."""
         work = self._core.operations.unload(instance, deadline_s=deadline_s, reason=reason)
         return await self._core.lifetime.run(work, f"the unload of instance {instance!r}")
+
+    def cancel(self, request: str) -> None:
+        """End a request wherever it is; its client gets `RequestCancelled`, and what it held is free.
+
+        Args:
+            request: its id, `stream.request.id`, or the `request_id` that was given; of several samples that
+                of one, or that of the request, which ends all.
+
+        Raises:
+            InvalidRequest: there is no such request under way.
+            FleetClosed: the fleet is not open.
+        """
+        self._core.lifetime.check_open()
+        self._core.operations.cancel(request)
 
     async def migrate(
         self, request: str, *, to: str, method: MigrationMethod | None = None, reason: str = "by hand"
@@ -271,6 +286,25 @@ class Fleet(Requests, AsyncContextManagerMixin):
         return await self._core.lifetime.run(self._core.closing.run(deadline_s), "its graceful close")
 
     # -- what can be seen
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests are admitted: the block was entered, and is neither left nor closing."""
+        return self._core.closing.admits
+
+    def events(self, after: int | None = None) -> EventStream:
+        """Return what happens in the fleet as it happens: swaps, moves, losses, models that come and go.
+
+        Args:
+            after: The number of the last event that is known, which the stream begins after; 0 for all that
+                are kept, `None` for those from now on.
+
+        Raises:
+            ConfigError: `after` is no number of an event.
+            FleetClosed: the fleet is not open.
+        """
+        self._core.lifetime.check_open()
+        return EventStream(self._core.state.events, self._core.lifetime, after)
 
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""

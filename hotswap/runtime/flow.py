@@ -201,9 +201,18 @@ class FleetStream(TokenStream):
     async def __anext__(self) -> Token:
         self._lifetime.check_loop()
         token = await self._request.tokens.__anext__()
+        self._note_prompt()
+        return token
+
+    async def take(self) -> list[Token]:
+        self._lifetime.check_loop()
+        tokens = await self._request.tokens.take()
+        self._note_prompt()
+        return tokens
+
+    def _note_prompt(self) -> None:
         self.num_reused_tokens = self._request.num_reused_tokens
         self.prompt_logprobs = self._request.prompt_logprobs
-        return token
 
     async def complete(self) -> Completion:
         """Read the stream to its end; tokens and text of the completion are those read by this call."""

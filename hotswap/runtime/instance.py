@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, cast
 import anyio
 
 from hotswap.checks import shown
-from hotswap.engine import Engine, SupportsAdapters, SupportsModelCheck, SupportsModelTrial, WrapperEngine
+from hotswap.engine import (
+    Engine,
+    SupportsAdapters,
+    SupportsKVLimit,
+    SupportsModelCheck,
+    SupportsModelTrial,
+    WrapperEngine,
+)
 from hotswap.errors import InstanceError, UnsupportedModel
 from hotswap.model import ModelCard
+from hotswap.phase_view import PhaseView
 from hotswap.request import ModelId
 from hotswap.runtime.turn import Turn
 from hotswap.store import WeightStore
@@ -53,6 +61,8 @@ class Instance:
         refused: Models that its engine says it will never serve, with its reasons.
         turn: The requests that its turn began with.
         num_evicted: How many requests it has given back so far.
+        phase: Where its swap is; `None` outside of one.
+        lost_because: Why it is lost, empty if that is not known; `None` while it is not.
     """
 
     def __init__(self, engine: Engine, models: Iterable[ModelCard]) -> None:
@@ -68,6 +78,8 @@ class Instance:
         self.draining = self.swapping = False
         self.turn = Turn()
         self.target: ModelId | None = None
+        self.phase: PhaseView | None = None
+        self.lost_because: str | None = None
         self.cooldowns: dict[ModelId | None, Cooldown] = {}
         self.refused: dict[ModelId, UnsupportedModel] = {}
         self.swap_context: SpanContext | None = None
@@ -115,6 +127,8 @@ class Instance:
             max_adapters=status.max_adapters if _supports(type(self.engine), SupportsAdapters) else 0,
             swapping=self.swapping,
             target=self.target,
+            phase=self.phase,
+            lost_because=(self.lost_because or "") if status.state is InstanceState.LOST else "",
             serving_since_s=self.serving_since_s if status.model is not None else None,
             draining=self.draining,
             swapped_s=self.swapped_s,
@@ -151,6 +165,11 @@ class Instance:
             with suppress(UnsupportedModel):
                 self.check_model(model)
         return True
+
+    def most_kv_tokens(self, model: ModelCard) -> int | None:
+        """Return how many tokens of one request of a model it could hold; `None` if that is not known."""
+        engine = cast("SupportsKVLimit | None", _beneath(self.engine, SupportsKVLimit))
+        return None if engine is None else engine.most_kv_tokens(model)
 
     def check_model(self, model: ModelCard) -> None:
         """Raise `UnsupportedModel`, and note it, if the engine says that it will never serve a model."""

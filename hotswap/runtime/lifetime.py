@@ -34,6 +34,11 @@ class Lifetime:
         self._tasks = self._token = None
 
     @property
+    def is_open(self) -> bool:
+        """Whether the fleet is open, on whichever event loop."""
+        return self._tasks is not None
+
+    @property
     def tasks(self) -> TaskGroup:
         """The fleet's tasks.
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import anyio
 
-from hotswap.checks import check_kind, check_seconds, check_strings
+from hotswap.chat import Chat
+from hotswap.checks import MAX_TOKEN_ID, check_kind, check_seconds, check_strings, to_token_ids
 from hotswap.engine import SupportsPreload
-from hotswap.errors import ConfigError, ModelTooLarge, PromptTooLong, UnknownModel, UnsupportedModel
+from hotswap.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelTooLarge,
+    PromptTooLong,
+    UnknownModel,
+    UnsupportedModel,
+)
 from hotswap.generation import sampling_of, unmapped
 from hotswap.model import Model, ModelCard
 from hotswap.request import ModelId, Request
@@ -22,7 +30,7 @@ from hotswap.runtime.instance import refusal
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
-from hotswap.runtime.texts import Texts
+from hotswap.runtime.texts import ModelText, Texts
 from hotswap.sampling import Sampling
 from hotswap.store import SupportsImport, SupportsTextSettings, SupportsTokenizer
 from hotswap.view import InstanceView
@@ -72,11 +80,7 @@ class Models:
             InvalidRequest: the file or `fields` have a value that cannot be used.
             FleetClosed: the fleet is not open.
         """
-        check_strings(ConfigError, model=model)
-        self._lifetime.check_open()
-        name = ModelId(model)
-        name = self._state.aliases.get(name, name)
-        self._state.card(name)
+        name = self.card(model).id
         config = self._texts.of(name).generation_config
         if name not in self._told and (names := unmapped(config)):
             self._told.add(name)
@@ -86,6 +90,77 @@ class Models:
                 ", ".join(names),
             )
         return sampling_of(config, **fields)
+
+    def card(self, model: str) -> ModelCard:
+        """Return what is known of the model that serves requests for a name, from its manifest.
+
+        Raises:
+            UnknownModel: the fleet has no such model.
+            FleetClosed: the fleet is not open.
+        """
+        check_strings(ConfigError, model=model)
+        self._lifetime.check_open()
+        name = ModelId(model)
+        return self._state.card(self._state.aliases.get(name, name))
+
+    @property
+    def aliases(self) -> dict[ModelId, ModelId]:
+        """The models by the other names that requests may give them."""
+        return dict(self._state.aliases)
+
+    async def encode(
+        self,
+        model: str,
+        prompt: str | Chat,
+        *,
+        adapter: str | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> tuple[int, ...]:
+        """Return a prompt in token ids, as a request with it would begin; it may exceed the context.
+
+        Raises:
+            UnknownModel, UnknownAdapter: the fleet has none of that name.
+            InvalidRequest: the model has no tokenizer or no chat template, or the template refuses the chat.
+            PromptTooLong: it has over four million characters, and over 64 for each token of the context.
+            FleetClosed: the fleet is not open, or closes meanwhile.
+        """
+        card = self.card(model)
+        text = await self._text(card.id, adapter)
+        check_kind(InvalidRequest, "prompt", prompt, Chat if isinstance(prompt, Chat) else str)
+        whole = Sampling(truncate_prompt_tokens=MAX_TOKEN_ID)  # its end, however long that is
+        return await text.encode(
+            prompt, whole, add_special_tokens=add_special_tokens, most_tokens=card.max_context_tokens
+        )
+
+    async def decode(
+        self,
+        model: str,
+        tokens: Sequence[int],
+        *,
+        adapter: str | None = None,
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """Return the text of token ids, special ones left out by default, incomplete characters as U+FFFD.
+
+        Raises:
+            UnknownModel, UnknownAdapter: the fleet has none of that name.
+            InvalidRequest: the model has no tokenizer, or has no such token ids.
+            FleetClosed: the fleet is not open, or closes meanwhile.
+        """
+        card = self.card(model)
+        ids = to_token_ids("tokens", tokens)
+        if card.vocabulary is not None and ids and max(ids) >= card.vocabulary:
+            raise InvalidRequest(
+                f"tokens has {max(ids)}, but the largest id in the vocabulary of {card.id!r} is "
+                f"{card.vocabulary - 1}; use the model's own tokenizer."
+            )
+        text = await self._text(card.id, adapter)
+        return await text.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    async def _text(self, model: ModelId, adapter: str | None) -> ModelText:
+        if adapter is None:
+            return self._texts.of(model)
+        return await self._texts.of_adapter(self._adapters.named(model, adapter))
 
     def register(self, models: Iterable[Model]) -> None:
         """Take the models in that a fleet begins with; `open` reads them.
@@ -131,6 +206,7 @@ class Models:
             self._adding.discard(name)
         self._state.add_model(model, card)
         self._consider(card)
+        self._state.events.note("model_added", model=name)
 
     def alias(self, name: str, model: str | None) -> None:
         """Have requests that name a model `name` served by `model` from now on; `None` ends that.
@@ -194,6 +270,7 @@ class Models:
         for instance in state.instances.values():
             instance.refused.pop(name, None)
         state.remove_model(name)
+        state.events.note("model_removed", model=name)
 
     def _consider(self, *models: ModelCard) -> None:
         """Have every engine asked whether it could serve some models."""
@@ -252,7 +329,8 @@ class Models:
         Raises:
             InvalidRequest: it names token ids that the model does not have, or asks for too many
                 log-probabilities.
-            PromptTooLong: no token can follow the prompt within the model's context.
+            PromptTooLong: no token can follow the prompt within the model's context, or the request could
+                outgrow the KV blocks of every engine.
             ModelTooLarge: the weights exceed every engine's memory, where that is known.
             UnsupportedModel: every engine says that it will never serve the model.
         """
@@ -267,12 +345,31 @@ class Models:
             )
         if refused := refusal(self._state.instances.values(), card.id):
             raise UnsupportedModel(str(refused))
+        most = min(len(request.prompt) + request.sampling.max_tokens, card.max_context_tokens) - 1
+        if (fitting := self.fitting(card, most)) < most:
+            raise PromptTooLong(
+                f"The prompt of {request.num_tokens} tokens and an answer of up to "
+                f"{request.remaining_tokens} take the KV blocks of {most} tokens, and no engine has those of "
+                f"more than {fitting}; shorten the prompt, lower max_tokens or give engines more of them."
+            )
         if all(0 < memory < card.weight_bytes for memory in self._state.memory_bytes()):
             largest = max(self._state.memory_bytes(), default=0)
             raise ModelTooLarge(
                 f"Model {card.id!r} has {card.weight_bytes:,} bytes of weights and the largest engine "
                 f"{largest:,} bytes of memory; add a larger engine."
             )
+
+    def fitting(self, card: ModelCard, num_tokens: int) -> int:
+        """Return how many of a request's tokens the engine with the most KV blocks could hold."""
+        most = 0 if self._state.instances else num_tokens
+        for instance in self._state.instances.values():
+            if card.id in instance.refused:
+                continue
+            limit = instance.most_kv_tokens(card)
+            if limit is None or limit >= num_tokens:
+                return num_tokens
+            most = max(most, limit)
+        return most
 
     def __repr__(self) -> str:
         return f"<Models [{', '.join(self._state.registered) or 'none'}]>"

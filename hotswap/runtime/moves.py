@@ -201,6 +201,9 @@ class Moves:
 
     def _keep(self, record: MigrationRecord, span: Span, error: BaseException | None) -> None:
         self.records.append(record)
+        self._state.events.note(
+            "move_ended", instance=record.destination, reason=record.reason, record=record
+        )
         labels = {tm.METHOD: record.method, tm.OUTCOME: record.outcome}
         self._telemetry.migrations.add(1, labels)
         if record.outcome == "done":

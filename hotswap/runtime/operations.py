@@ -12,7 +12,7 @@ import anyio
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
 from hotswap.checks import check_choice, check_kind, check_required_seconds, check_seconds, check_strings
 from hotswap.engine import Engine
-from hotswap.errors import ConfigError, InstanceError, InvalidRequest, SwapRefused
+from hotswap.errors import ConfigError, InstanceError, InvalidRequest, RequestCancelled, SwapRefused
 from hotswap.model import Adapter
 from hotswap.request import ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
@@ -104,6 +104,15 @@ class Operations:
             raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
         return await self._moves.run(active, self._state.instance(to), method=method, reason=reason)
 
+    def cancel(self, request: str) -> None:
+        """End a request, with all its samples, or one sample of it."""
+        check_strings(InvalidRequest, request=request)
+        found = self._state.under_way(RequestId(request))
+        if not found:
+            raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
+        for one in found:
+            one.abort(RequestCancelled(f"Request {request!r} was cancelled by its id."))
+
     # ------------------------------------------------------------------ drain
 
     async def drain(
@@ -123,7 +132,9 @@ class Operations:
         self, instance: Instance, deadline_s: float | None, method: MigrationMethod | None, reason: str
     ) -> DrainRecord:
         drain = Drain(self._state, self._admission, self._moves, instance, method, reason)
-        return await drain.run(deadline_s)
+        record = await drain.run(deadline_s)
+        self._state.events.note("drain_ended", instance=instance.id, reason=reason, record=record)
+        return record
 
     @contextmanager
     def _closed(self, instance: Instance) -> Generator[None]:
@@ -167,6 +178,7 @@ class Operations:
             self._state.add(engine)
         finally:
             self._starting.discard(engine.id)
+        self._state.events.note("instance_added", instance=engine.id)
         self._state.tell(Change.INSTANCES)
 
     async def remove(self, instance: str, *, deadline_s: float | None, reason: str) -> DrainRecord:
@@ -185,6 +197,7 @@ class Operations:
             record = await self._empty(chosen, deadline_s, None, reason)
             await self._unload_unless_lost(chosen, reason)
         self._state.remove(chosen)
+        self._state.events.note("instance_removed", instance=chosen.id, reason=reason)
         self._caches.forget(chosen.id)
         self._starting.add(chosen.id)
         return record

@@ -36,6 +36,7 @@ class Requests:
         priority: int = 0,
         deadline_s: float | None = None,
         add_special_tokens: bool | None = None,
+        request_id: str | None = None,
     ) -> AsyncGenerator[FleetStream]:
         """Ask a model to continue `prompt` and lend its stream; leaving the block ends the request.
 
@@ -43,7 +44,8 @@ class Requests:
         always. Texts get the special tokens that the model wants around them (a start token, mostly) unless
         they begin with them, chats those of their template; `add_special_tokens` says otherwise. A higher
         `priority` leaves the queue earlier, ahead of at most 64 earlier requests for each level. After
-        `deadline_s` seconds the stream ends by `DeadlineExceeded`.
+        `deadline_s` seconds the stream ends by `DeadlineExceeded`. `request_id` is what `Fleet.cancel`,
+        records and spans call it; by default the fleet makes one.
 
         A stream is one sample: `samples` lends those of a request with `Sampling.n` of more.
 
@@ -51,7 +53,7 @@ class Requests:
             UnknownModel: the model is not registered.
             UnknownAdapter, UnsupportedAdapter: the model has no such adapter, or lacks tokens of it.
             InvalidRequest: the prompt is empty, or cannot be written or encoded, or an argument is wrong,
-                `Sampling.n` included.
+                `Sampling.n` included, or another request under way has the `request_id`.
             PromptTooLong: the prompt leaves no room in the model's context.
             ModelTooLarge: no engine could ever hold the model.
             QueueFull: it would have to wait and too many do, or it asks for log-probabilities of its prompt
@@ -67,6 +69,7 @@ class Requests:
             priority=priority,
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
+            request_id=request_id,
             most_samples=1,
         ) as (request,):
             yield FleetStream(request, self._core.lifetime)
@@ -82,6 +85,7 @@ class Requests:
         priority: int = 0,
         deadline_s: float | None = None,
         add_special_tokens: bool | None = None,
+        request_id: str | None = None,
     ) -> AsyncGenerator[tuple[FleetStream, ...]]:
         """Ask a model to continue `prompt` in `Sampling.n` ways, and lend a stream of each.
 
@@ -91,7 +95,8 @@ class Requests:
         like any other, which swaps, moves and losses take elsewhere by itself; samples that are sent on
         together go where one of them has computed the prompt, too.
 
-        Leaving the block ends all. They have one priority and one deadline. Either all are taken or, by
+        Leaving the block ends all. They have one priority and one deadline, and the id of the request with
+        `-` and a number each. Either all are taken or, by
         `QueueFull`, none: all count as waiting where the first would have to wait. Other arguments and errors
         are those of `stream`.
         """
@@ -103,6 +108,7 @@ class Requests:
             priority=priority,
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
+            request_id=request_id,
         ) as requests:
             yield tuple(FleetStream(request, self._core.lifetime) for request in requests)
 
@@ -116,6 +122,7 @@ class Requests:
         priority: int = 0,
         deadline_s: float | None = None,
         add_special_tokens: bool | None = None,
+        request_id: str | None = None,
     ) -> Completion:
         """Return the whole generation at once, with all its samples.
 
@@ -129,6 +136,7 @@ class Requests:
             priority=priority,
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
+            request_id=request_id,
         ) as streams:
             done = await _completed(streams)
             samples = tuple(sample for one in done for sample in one.samples)
@@ -149,6 +157,7 @@ class Requests:
         priority: int = 0,
         deadline_s: float | None = None,
         add_special_tokens: bool | None = None,
+        request_id: str | None = None,
     ) -> Completion:
         """Return a model's answer to a conversation, which the model's own chat template writes.
 
@@ -174,6 +183,7 @@ class Requests:
             priority=priority,
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
+            request_id=request_id,
         )
 
 

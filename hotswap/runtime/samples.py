@@ -28,13 +28,16 @@ class SampleGroup:
     one sample, the leader, runs ahead, and the others wait for its first token.
 
     Args:
+        request: The request that they are samples of.
         leader: The sample that begins.
 
     Attributes:
+        request: That request.
         leader: The sample that has been sent to an instance to compute the prompt there, if one has.
     """
 
-    def __init__(self, leader: RequestId) -> None:
+    def __init__(self, request: RequestId, leader: RequestId) -> None:
+        self.request = request
         self.leader: RequestId | None = leader
         self._ready: dict[InstanceId, None] = {}
 

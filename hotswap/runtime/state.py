@@ -11,17 +11,20 @@ import anyio
 from hotswap.action import SwapRecord
 from hotswap.checks import check_strings
 from hotswap.engine import Engine
-from hotswap.errors import ConfigError, SwapRefused, UnknownModel
-from hotswap.model import Adapter, Model, ModelCard
+from hotswap.errors import ConfigError, SwapRefused
+from hotswap.event import EventKind
+from hotswap.phase_view import PhaseView
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.change import Change, StateListener
 from hotswap.runtime.demand import Demand
 from hotswap.runtime.entering import EnteringRequest
+from hotswap.runtime.events import EventLog
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
 from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next, doubled
 from hotswap.runtime.queue import Answered, Queue, Standing, Ticket
+from hotswap.runtime.registry import Registry
 from hotswap.runtime.times import MeasuredTimes
 from hotswap.store import WeightStore
 from hotswap.view import InstanceId, InstanceState
@@ -29,7 +32,7 @@ from hotswap.view import InstanceId, InstanceState
 __all__ = ["FleetState"]
 
 
-class FleetState:
+class FleetState(Registry):
     """The only mutable truth of a fleet.
 
     Its verbs are synchronous, and each leaves every count right. Listeners are told of changes in the order
@@ -37,12 +40,9 @@ class FleetState:
 
     Attributes:
         instances: By id, in the order in which they came.
-        registered: The models that requests may ask for.
-        models: The cards of those whose manifest has been read.
         entering: Requests whose prompts are being read.
         requests: Those under way beside them.
         queue: Those of them that wait for an instance.
-        aliases: Models whose requests another model serves (`Fleet.roll`).
         rolls: The old and the new model of each roll under way.
         suspect: The request that is suspected to take instances down, if one runs.
         num_running: Requests by model that are assigned to instances.
@@ -50,30 +50,28 @@ class FleetState:
         index: The instances by model, for views.
         store: Where weights are.
         version: Another number after every change that `changed` waits for.
-        adapters: The latest version of each adapter, by model and name.
-        demand: How much each of them is asked for.
+        demand: How much each adapter is asked for.
         times: How long swaps and prefills take.
+        events: What has happened, for those that watch the fleet.
     """
 
     def __init__(self, store: WeightStore) -> None:
+        super().__init__()
         self.store = store
         self.instances: dict[InstanceId, Instance] = {}
-        self.registered: dict[ModelId, Model] = {}
-        self.models: dict[ModelId, ModelCard] = {}
         self.entering: dict[EnteringRequest, None] = {}
         self.requests: dict[RequestId, ActiveRequest] = {}
         self.queue = Queue()
-        self.aliases: dict[ModelId, ModelId] = {}
         self.rolls: list[tuple[ModelId, ModelId]] = []
         self.suspect: RequestId | None = None
         self.num_running: Counter[ModelId] = Counter()
         self.num_failed_loads: Counter[ModelId] = Counter()
         self.index = Index()
-        self.adapters: dict[tuple[str, str], Adapter] = {}
-        self.demand, self.times = Demand(), MeasuredTimes()
+        self.demand, self.times, self.events = Demand(), MeasuredTimes(), EventLog()
         self._last_evicted_s: dict[ModelId, float] = {}
         self._num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
         self.version = self._num_assigned = self._num_arrived = 0
+        self._samples: dict[RequestId, dict[ActiveRequest, None]] = {}
         self._running: dict[InstanceId, dict[RequestId, ActiveRequest]] = {}
         self._cooling_down: dict[InstanceId, None] = {}
         self._listeners: list[StateListener] = []
@@ -111,47 +109,10 @@ class FleetState:
 
     # ------------------------------------------------------------------ models
 
-    def card(self, model: ModelId, *, closed: bool = False) -> ModelCard:
-        """Return the card of a model that requests may ask for, or of one that is `closed` to new ones.
-
-        Raises:
-            UnknownModel: naming the models there are.
-        """
-        card = self.models.get(model) if closed or model in self.registered else None
-        if card is None:
-            known = ", ".join(map(repr, self.registered)) or "none"
-            raise UnknownModel(f"Model {model!r} is not registered; this fleet serves {known}.")
-        return card
-
-    def add_model(self, model: Model, card: ModelCard) -> None:
-        """Let requests ask for a model from now on."""
-        self.registered[card.id] = model
-        self.models[card.id] = card
-
-    def close_model(self, model: ModelId) -> Model:
-        """Let requests ask for a model no more, and schedulers keep no replica of it; return it."""
-        self.models[model] = replace(self.models[model], min_replicas=0)
-        return self.registered.pop(model)
-
     def remove_model(self, model: ModelId) -> None:
-        """Forget a model that was closed."""
-        del self.models[model]
+        super().remove_model(model)
         self.num_failed_loads.pop(model, None)
         self._last_evicted_s.pop(model, None)
-        self.aliases = {name: now for name, now in self.aliases.items() if model not in (name, now)}
-
-    def add_alias(self, old: ModelId, new: ModelId) -> None:
-        """Have requests for `old`, and for what it serves, served by `new`; `old` itself ends its alias."""
-        others = {name: new if target == old else target for name, target in self.aliases.items()}
-        self.aliases = {**others, old: new}
-        self.aliases.pop(new, None)
-
-    def hand_min_replicas(self, old: ModelId, new: ModelId) -> None:
-        """Give `new` the least number of replicas that `old` had, which has none from now on."""
-        if old != new:
-            least = max(self.models[old].min_replicas, self.models[new].min_replicas)
-            self.models[old] = replace(self.models[old], min_replicas=0)
-            self.models[new] = replace(self.models[new], min_replicas=least)
 
     # ------------------------------------------------------------------ instances
 
@@ -210,9 +171,26 @@ class FleetState:
 
     def unclaim(self, instance: Instance) -> None:
         """Give an instance back after its swap."""
-        instance.swapping, instance.target = False, None
+        instance.swapping, instance.target, instance.phase = False, None, None
         instance.swapped_s = anyio.current_time()
         self._note(instance)
+
+    def begin_phase(self, instance: Instance, name: str, total_bytes: int) -> None:
+        """Note the phase of its swap that an instance is in from now on."""
+        loaded = 0 if instance.phase is None else instance.phase.loaded_bytes
+        now_s = anyio.current_time()
+        phase = PhaseView(name=name, since_s=now_s, loaded_bytes=loaded, total_bytes=total_bytes)
+        self._set_phase(instance, phase, "swap_phase")
+
+    def note_loaded(self, instance: Instance, num_bytes: int) -> None:
+        """Note how much of the next model its swap has read so far."""
+        if instance.phase is not None:
+            self._set_phase(instance, replace(instance.phase, loaded_bytes=num_bytes), "swap_progress")
+
+    def _set_phase(self, instance: Instance, phase: PhaseView, kind: EventKind) -> None:
+        instance.phase = phase
+        self._note(instance)
+        self.events.note(kind, instance=instance.id, model=instance.target, phase=phase)
 
     def set_serving_since(self, instance: Instance, since_s: float | None) -> None:
         """Note when an instance's model became ready; `None` when it has none any more."""
@@ -246,6 +224,11 @@ class FleetState:
             self.wake()
 
     # ------------------------------------------------------------------ failures
+
+    def set_lost(self, instance: Instance, because: str | None) -> None:
+        """Note why an instance is lost; `None` once it is not any more."""
+        instance.lost_because = because
+        self._note(instance)
 
     def record_swap(self, record: SwapRecord) -> None:
         """Note what a swap did to the models, and how long it took."""
@@ -285,13 +268,26 @@ class FleetState:
     def begin(self, request: ActiveRequest) -> None:
         """Keep a request that is under way from now on."""
         self.requests[request.request.id] = request
+        if request.samples is not None:
+            self._samples.setdefault(request.samples.request, {})[request] = None
 
     def end(self, request: ActiveRequest) -> None:
         """Forget a request."""
         del self.requests[request.request.id]
-        if request.samples is not None and request.samples.left(request.request.id):
-            self.tell(Change.RELEASED)
+        if (samples := request.samples) is not None:
+            of = self._samples[samples.request]
+            del of[request]
+            if not of:
+                del self._samples[samples.request]
+            if samples.left(request.request.id):
+                self.tell(Change.RELEASED)
         self.wake()
+
+    def under_way(self, request: RequestId) -> list[EnteringRequest | ActiveRequest]:
+        """Return the request of an id, or its samples; it may still be read."""
+        if (active := self.requests.get(request)) is not None:
+            return [active]
+        return [*self._samples.get(request, ()), *(one for one in self.entering if one.id == request)]
 
     def enqueue(self, request: Request, arrival: int, answered: Answered, standing: Standing) -> Ticket:
         """Have a request wait for an instance."""
@@ -382,10 +378,6 @@ class FleetState:
             if not self._num_adapted[key]:  # versions come and go
                 del self._num_adapted[key]
         return now_s
-
-    def is_latest(self, adapter: Adapter) -> bool:
-        """Return whether new requests can still name a version of an adapter."""
-        return self.adapters.get((adapter.model, adapter.id)) == adapter
 
     def num_running_with(self, model: ModelId, adapter: AdapterId) -> int:
         """Return how many requests with a version of an adapter are assigned to instances."""

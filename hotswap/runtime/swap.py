@@ -11,6 +11,7 @@ beside the old model is no failure: the load then comes after the unload.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
@@ -34,6 +35,9 @@ from hotswap.view import InstanceState
 __all__ = ["SwapJob", "SwapLimits"]
 
 log = logging.getLogger("hotswap")
+
+# Between two notes of how much was read.
+PROGRESS_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,8 @@ class SwapJob:
         self.telemetry = telemetry
         self.record: SwapRecord | None = None
         self._state = state
-        self._store = MeteredStore(state.store)
+        self._total_bytes = 0 if model is None else model.weight_bytes
+        self._store = MeteredStore(state.store, _LoadProgress(state, instance))
         self._phases: list[PhaseRecord] = []
         self._phase = "preflight"
         self._num_evicted = 0
@@ -191,6 +196,7 @@ class SwapJob:
     async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncGenerator[None]:
         """Bracket a phase by its span, its time limit and its record."""
         self._phase = name
+        self._state.begin_phase(self.instance, name, self._total_bytes)
         started_s, read_bytes = anyio.current_time(), self._store.num_bytes
         try:
             with self.telemetry.span(tm.SPAN_PHASE.format(name), parent=span) as phase:
@@ -281,6 +287,20 @@ class SwapJob:
             tm.TO_MODEL: self.model.id if self.model else "",
             tm.REASON: self.reason,
         }
+
+
+class _LoadProgress:
+    """Notes what a swap has read of its model, a few times a second."""
+
+    def __init__(self, state: FleetState, instance: Instance) -> None:
+        self._state, self._instance = state, instance
+        self._next_s = -math.inf
+
+    def bytes_read(self, num_bytes: int) -> None:
+        now_s = anyio.current_time()
+        if now_s >= self._next_s:
+            self._next_s = now_s + PROGRESS_S
+            self._state.note_loaded(self._instance, num_bytes)
 
 
 def _brief(error: BaseException) -> str:

@@ -80,6 +80,7 @@ class Swaps:
             SwapFailed: naming the phase.
         """
         job: SwapJob | None = None
+        self._state.events.note("swap_started", instance=instance.id, model=target, reason=reason)
         try:
             job = SwapJob(
                 instance,
@@ -127,6 +128,9 @@ class Swaps:
             )
         self.records.append(record)
         self._state.record_swap(record)
+        self._state.events.note(
+            "swap_ended", instance=record.instance, model=record.model, reason=record.reason, record=record
+        )
         if self._on_record is None:
             return
         try:

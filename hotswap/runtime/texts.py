@@ -157,6 +157,17 @@ class ModelText:
 
         await self.threads.run(check, num_characters=len(grammar))
 
+    async def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids; many are decoded in a worker thread.
+
+        Raises:
+            InvalidRequest: the model has no tokenizer.
+        """
+        if (tokenizer := self.tokenizer) is None:
+            raise InvalidRequest(f"Model {self.model!r} has no tokenizer to decode tokens with.")
+        decode = partial(tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
+        return await self.threads.run(decode, num_characters=len(tokens))
+
     def stream(self, request: Request) -> TextStream | None:
         """Return what turns the request's tokens into text, `None` without a tokenizer."""
         if self.tokenizer is None:

@@ -28,9 +28,10 @@ MAX_FLEET_LINES = 400
 # that are checked in a thread, 40 for the part of prefills that tokens do not lengthen, the times of tokens,
 # and requests that stalled beside a preload, 60 for engines that are asked beforehand whether they could
 # serve a model, 20 for those that try it, or that a wrapper has, 30
-# for aliases.
+# for aliases, 450 for what a server needs: events, phases and bytes of swaps, ids of requests and their
+# cancellation, cards and texts of models, and requests that no engine has the KV blocks for.
 # Raise it for what is added, never for how.
-MAX_LINES = 10_210
+MAX_LINES = 10_660
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

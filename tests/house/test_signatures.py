@@ -34,6 +34,7 @@ PUBLIC = (
 # Their constructors are no public signature.
 MADE_BY = {
     "Adapters": "`Fleet` has it as `adapters`",
+    "EventStream": "`Fleet.events` gives it",
     "FleetStream": "`Fleet.stream` lends it",
     "MemoryChannel": "`memory_channels` makes two of them",
     "Models": "`Fleet` has it as `models`",
@@ -65,6 +66,7 @@ NOT_NAMED = {
     "PromptTooLong": "the same of a prompt that does not fit",
     "SupportsAdapters": "an ability that the fleet asks an engine for",
     "SupportsGrammars": "an ability that the fleet asks an engine for",
+    "SupportsKVLimit": "an ability that the fleet asks an engine for",
     "SupportsImport": "an ability that the fleet asks a store for",
     "SupportsLeastTokens": "an ability that the fleet asks a tokenizer for",
     "SupportsLend": "an ability that engines ask a store for",

@@ -17,7 +17,7 @@ from hotswap.errors import InvalidRequest, QueueFull
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
 from tests.runtime import alphabet
-from tests.runtime.support import WEIGHT_BYTES, Idle, idle, sim_fleet
+from tests.runtime.support import WEIGHT_BYTES, Idle, engine_of, idle, sim_fleet
 
 VOCABULARY = 500
 BEYOND: dict[str, Any] = {
@@ -53,8 +53,9 @@ async def test_prompts_whose_log_probabilities_are_kept_together_are_bounded() -
     manifest = sim_manifest("a", WEIGHT_BYTES, max_context_tokens=1 << 20)
     prompt = (1,) * (1 << 19)
     sampling = Sampling(prompt_logprobs=1)
+    engine = engine_of("e0", kv_blocks=1 << 16)
     async with (
-        sim_fleet("a", store=SimStore([manifest]), scheduler=Idle()) as fleet,
+        sim_fleet("a", engines=[engine], store=SimStore([manifest]), scheduler=Idle()) as fleet,
         AsyncExitStack() as others,
     ):
         for _ in range(7):

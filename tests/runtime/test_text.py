@@ -440,3 +440,15 @@ async def test_forbidden_words_of_too_many_tokens_are_refused_by_their_own_name(
     async with two_replicas() as fleet:
         with pytest.raises(InvalidRequest, match=message):
             await fleet.generate("a", PROMPT, Sampling(bad_words=words))
+
+
+@virtual_time
+async def test_texts_are_encoded_and_decoded_as_requests_are() -> None:
+    async with two_replicas() as fleet:
+        async with fleet.stream("a", "abcd€", Sampling(max_tokens=1)) as stream:
+            prompt = stream.request.prompt
+        assert await fleet.models.encode("a", "abcd€") == prompt
+        assert await fleet.models.decode("a", prompt) == Bytes().decode(prompt)
+        assert len(await fleet.models.encode("a", "a" * 5000)) == 5000  # more than the context
+        with pytest.raises(InvalidRequest, match="prompt is 5"):
+            await fleet.models.encode("a", 5)  # type: ignore[arg-type]

@@ -278,7 +278,7 @@ class ControlLink:
         for at in range(0, len(numbers), 2):
             stream = streams.get(numbers[at] >> 2)
             if stream is not None:  # else it was left
-                stream.take(numbers[at] & 3, numbers[at + 1])
+                stream.take_numbers(numbers[at] & 3, numbers[at + 1])
 
     def _take_of(self, stream: RemoteStream, message: Message) -> None:
         match message.verb:

@@ -32,7 +32,7 @@ class RemoteStream(TokenQueue):
         self._next, self._num_left = len(request.generated), max(request.remaining_tokens, 1)
         self._num_tokens = request.num_tokens
 
-    def take(self, kind: int, value: int) -> None:
+    def take_numbers(self, kind: int, value: int) -> None:
         """Take a pair of numbers.
 
         Raises:

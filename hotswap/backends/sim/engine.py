@@ -102,8 +102,7 @@ class SimEngine(Engine):
             turnover=self.profile.turnover_s(joined=1, left=1) > 0,
         )
         self._notifier = StatusNotifier()
-        self._batcher.on_change = self._notifier.load_changed
-        self._batcher.clock = anyio.current_time
+        self._batcher.on_change, self._batcher.clock = self._notifier.load_changed, anyio.current_time
         self._reports = Reports(reporting, self._batcher)
         self._state, self._started = _EMPTY, False
         self._serving = self._staged = None
@@ -243,6 +242,9 @@ class SimEngine(Engine):
             raise
         return self._evict_all(f"A deadline of {deadline_s} s passed")
 
+    def most_kv_tokens(self, model: ModelCard) -> int:
+        return self._batcher.num_blocks * self._batcher.block_tokens
+
     @property
     def num_reused_tokens(self) -> int:
         """Tokens of prompts whose KV blocks were cached, also by the same request before a preemption."""
@@ -359,8 +361,7 @@ class SimEngine(Engine):
         return Streamed.of(request, model, self.vocabulary)
 
     def _admit(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
-        if self._state is _LOST:
-            raise self._lost()
+        self._refuse_if_lost()
         if self._serving is None or self._state is not _SERVING or self._model != request.model:
             raise RequestEvicted(
                 f"Engine {self.id!r} is {self._state} with model {self._model!r} and admits no request for "
@@ -422,8 +423,7 @@ class SimEngine(Engine):
         return InstanceLost(f"Engine {self.id!r} is lost: {self._lost_because}. Unload it to bring it back.")
 
     def _require(self, state: InstanceState, verb: str) -> None:
-        if self._state is _LOST:
-            raise self._lost()
+        self._refuse_if_lost()
         if not self._started:
             raise InstanceError(f"Engine {self.id!r} cannot {verb} before `async with` has started it.")
         if self._state is not state:
@@ -446,4 +446,4 @@ class SimEngine(Engine):
         return held + self._reserved_bytes
 
     def _pool_bytes(self, model: ModelCard) -> int:
-        return self._batcher.num_blocks * self._batcher.block_tokens * model.kv_bytes_per_token
+        return self.most_kv_tokens(model) * model.kv_bytes_per_token

@@ -309,6 +309,9 @@ class TorchEngine(Engine):
 
     # ------------------------------------------------------------------ requests
 
+    def most_kv_tokens(self, model: ModelCard) -> int | None:
+        return self._kv.most_tokens
+
     def check_grammar(self, field: str, grammar: str) -> None:
         self._grammars.check(field, grammar)
 

@@ -32,6 +32,11 @@ class KVBudget:
     block_tokens: int
     max_requests: int
 
+    @property
+    def most_tokens(self) -> int | None:
+        """How many tokens the cache has at most; `None` if its size is given in bytes."""
+        return None if self.size_bytes is not None else self.tokens // self.block_tokens * self.block_tokens
+
     def num_blocks(self, layers: tuple[LayerShape, ...], context: int, room_bytes: int) -> int:
         """Return the number of blocks: the budget, limited by free memory and by what requests can fill.
 
