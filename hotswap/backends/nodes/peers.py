@@ -18,6 +18,7 @@ from hotswap.backends.nodes.readings import Reading, rank_of
 from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.held import from_byte
 from hotswap.backends.stores.loading import copy_any
+from hotswap.backends.stores.tiered import TieredStore
 from hotswap.backends.transports import LinkOpener, wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.checks import check_counts, check_positive_seconds
@@ -35,7 +36,7 @@ from hotswap.text import TextSettings, Tokenizer
 from hotswap.view import StoreView, TierView
 from hotswap.worker_threads import run_in_thread
 
-__all__ = ["PeerStore"]
+__all__ = ["PeerStore", "peer_stores"]
 
 _log = logging.getLogger("hotswap.stores")
 
@@ -397,3 +398,12 @@ def _rest(reading: Reading) -> Shard:
         size_bytes=size_bytes,
         checksum=f"crc32:{rest:08x}" if reading.has_checksum else shard.checksum,
     )
+
+
+def peer_stores(store: WeightStore) -> list[PeerStore]:
+    """Return the peer stores that a store consists of: its tiers, and what is wrapped."""
+    found = [store] if isinstance(store, PeerStore) else list[PeerStore]()
+    parts = store.tiers if isinstance(store, TieredStore) else ()
+    for part in (*parts, *((store.wrapped,) if isinstance(store, WrapperStore) else ())):
+        found += peer_stores(part)
+    return found

@@ -17,7 +17,7 @@ except ModuleNotFoundError as exc:
         f"RayEngine needs {exc.name!r}, which is not installed: pip install 'hotswap[ray]'."
     ) from exc
 
-from hotswap.backends.ray.cluster import RayNode
+from hotswap.backends.ray.cluster import RayNode, own_address
 from hotswap.backends.ray.engine import RayEngine
 from hotswap.backends.ray.engines import EngineFleet, EngineSettings, NodeChange, RayEngines
 from hotswap.backends.ray.host import EngineMaker, StoreMaker
@@ -31,4 +31,5 @@ __all__ = [
     "RayEngines",
     "RayNode",
     "StoreMaker",
+    "own_address",
 ]

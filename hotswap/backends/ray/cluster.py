@@ -17,6 +17,7 @@ __all__ = [
     "Actor",
     "RayError",
     "RayNode",
+    "actor_names",
     "alive_nodes",
     "check_connected",
     "find_actor",
@@ -97,13 +98,23 @@ async def find_actor(name: str, namespace: str) -> Actor:
     return await run_in_thread(_ray.get_actor, name, namespace, abandon_on_cancel=True)
 
 
+async def actor_names(namespace: str) -> list[str]:
+    """Return the names of the actors of a namespace that are alive.
+
+    Raises:
+        RayError: the head does not answer.
+    """
+    named = await run_in_thread(_ray.util.list_named_actors, True, abandon_on_cancel=True)
+    return [str(each["name"]) for each in named if each["namespace"] == namespace]
+
+
 async def kill(actor: Actor) -> None:
     """End an actor's process, if it has one; or have it never started."""
     await run_in_thread(_ray.kill, actor)
 
 
 def own_address() -> str:
-    """Return the address of the node on which this process is."""
+    """Return the address of the node on which this process is, the name of the node."""
     return str(_ray.util.get_node_ip_address())
 
 

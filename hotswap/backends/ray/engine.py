@@ -10,8 +10,9 @@ from typing import Final, Self
 
 import anyio
 
+from hotswap.backends.ray.address import Address
 from hotswap.backends.ray.cluster import Actor, RayError, check_connected, kill, make_actor, reason_of
-from hotswap.backends.ray.host import Address, EngineActor, EngineMaker, ServedEngine, StoreMaker
+from hotswap.backends.ray.host import EngineActor, EngineMaker, ServedEngine, StoreMaker
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.transports.link_errors import ENDED
 from hotswap.checks import check_callables, check_positive_seconds, check_strings

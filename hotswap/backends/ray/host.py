@@ -6,22 +6,25 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 import anyio
 
 from hotswap.backends.nodes import StoreHost
+from hotswap.backends.nodes.peers import peer_stores
+from hotswap.backends.ray.address import Address
 from hotswap.backends.ray.cluster import RayError, find_actor, own_address, reason_of
+from hotswap.backends.ray.peer_nodes import PeerNodes
 from hotswap.backends.remote import EngineHost, PeerLinks
-from hotswap.backends.transports import LinkSecret, connect_tcp, serve_tcp
+from hotswap.backends.transports import LinkSecret, serve_tcp
 from hotswap.engine import Engine
 from hotswap.errors import MigrationAborted
 from hotswap.store import WeightStore
 from hotswap.transport import Channel
 
-__all__ = ["Address", "EngineActor", "EngineMaker", "ServedEngine", "StoreMaker"]
+__all__ = ["EngineActor", "EngineMaker", "ServedEngine", "StoreMaker"]
 
 log = logging.getLogger("hotswap")
 
@@ -50,33 +53,6 @@ class ServedEngine:
     actor: str
     namespace: str
     silence_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """Where an actor serves its engine and its store; only calls of Ray tell the secret.
-
-    Attributes:
-        node: The address of its node.
-        engine_port: Where the engine is served.
-        store_port: Where its store is served.
-        key: Of the secret of both.
-        pid: The id of its process, on that node.
-    """
-
-    node: str
-    engine_port: int
-    store_port: int
-    key: bytes = field(repr=False)
-    pid: int
-
-    async def link_to_engine(self) -> Channel:
-        """Open a link to the engine; raises `MigrationAborted`."""
-        return await connect_tcp(self.node, self.engine_port, secret=LinkSecret(self.key))
-
-    async def link_to_store(self) -> Channel:
-        """Open a link to the store; raises `MigrationAborted`."""
-        return await connect_tcp(self.node, self.store_port, secret=LinkSecret(self.key))
 
 
 class EngineActor:
@@ -124,6 +100,7 @@ class EngineActor:
             serve = partial(serve_tcp, secret=LinkSecret(self._key))
             host = EngineHost(engine, store, silence_s=served.silence_s)
             host.peers = _ActorPeers(served.actor, served.namespace)
+            links.start_soon(PeerNodes(peer_stores(store), served.actor, served.namespace).follow)
             engine_port = await links.start(serve, host.serve, node)
             store_port = await links.start(serve, StoreHost(node, store).serve, node)
             self._tell(
