@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from hotswap.backends.fields import Fields, parse_object
+from hotswap.backends.memory import allocate
 from hotswap.backends.stores import locks
 from hotswap.backends.stores.layout import align, model_in, model_name
 from hotswap.errors import ShardCorrupt
@@ -287,7 +288,7 @@ class Segment:
         """
         start = number * _RESERVE_BYTES
         size = min(_RESERVE_BYTES, self.label.size_bytes - start)
-        os.posix_fallocate(self._fd, start, size)
+        allocate(self._fd, start, size)
         if start + size == self.label.size_bytes:
             self._flags[0] = 1
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 
 from hotswap.backends.layouts import require_tensors
+from hotswap.backends.memory import allocate
 from hotswap.backends.tokenizer import HfTokenizer
 from hotswap.backends.vllm.directories import SHARED_MEMORY, CoreDirectory
 from hotswap.backends.vllm.settings import architecture_of
@@ -221,8 +222,9 @@ def _make_directory() -> CoreDirectory:
 def _make_file(directory: Path, manifest: Manifest) -> None:
     """Make a file of the right length with its memory allocated."""
     try:
-        with (directory / _WEIGHTS).open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, manifest.buffer_bytes))
+        with (directory / _WEIGHTS).open("w+b") as file:
+            size_bytes = file.truncate(max(1, manifest.buffer_bytes))
+            allocate(file.fileno(), 0, size_bytes)
     except OSError as exc:
         raise OutOfMemory(
             f"{directory.parent} has no room for the {manifest.buffer_bytes:,} bytes of {manifest.model!r} "
