@@ -28,7 +28,7 @@ from hotswap.backends.vllm.directories import SHARED_MEMORY, CoreDirectory
 from hotswap.backends.vllm.inside import worker
 from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.backends.vllm.names import named
-from hotswap.backends.vllm.settings import Settings, StartMethod
+from hotswap.backends.vllm.settings import Settings, StartMethod, choose_runner
 from hotswap.backends.vllm.staging import Staged
 from hotswap.backends.vllm.stats import Stats
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
@@ -328,8 +328,7 @@ def _make(settings: Settings, staged: Staged, stats: Stats) -> tuple[Any, CoreDi
         arguments = settings.vllm_arguments(
             directory.path, staged.index, on_cpu=on_cpu, has_tokenizer=bool(staged.tokenizer)
         )
-        # hotswap's sampler is one of vLLM's first model runner; the second is its choice where Triton is.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        choose_runner()
         config = named("vllm.engine.arg_utils:AsyncEngineArgs")(**arguments).create_engine_config()
         _choose_start(settings.start, on_cpu=on_cpu)
         if on_cpu and settings.num_ranks > 1:

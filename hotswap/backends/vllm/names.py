@@ -123,6 +123,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.platforms.interface:Platform.is_cpu": (),
         "vllm.platforms.interface:Platform.get_device_total_memory": ("device_id",),
         "vllm.envs:VLLM_USE_V2_MODEL_RUNNER": (),
+        "vllm.triton_utils:HAS_TRITON": (),
         # In the process that tries kinds of quantization.
         "vllm.config:set_current_vllm_config": ("vllm_config",),
         f"{_RANKS}:init_distributed_environment": (

@@ -21,6 +21,9 @@ __all__ = ["check_prompt_rows", "no_grammar", "sampling_params", "unsupported"]
 # What vLLM takes as it is.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 _SEEDS = 1 << 64
+# What its second model runner takes of a request: more would end the core. With `min_tokens` it takes 128
+# stop tokens, of which the model has some itself.
+_MOST_BAD_WORDS, _MOST_BAD_TOKENS, _MOST_STOPS = 128, 1024, 112
 # vLLM computes the logits of all tokens of a step whose log-probabilities are told, and more than once.
 _MOST_LOGITS_BYTES = 2 << 30
 
@@ -84,11 +87,23 @@ def unsupported(sampling: Sampling, core: Core) -> list[str]:
     fields = ["bad_words"]
     if core.has_rules:
         return fields
-    fields += ["suppress_tokens", "begin_suppress_tokens", "forced_end_tokens"]
+    fields += ["suppress_tokens", "begin_suppress_tokens", "forced_end_tokens", *_beyond(sampling)]
     if sampling.logprobs_of == "sampled" or sampling.has_grammar:
         fields.append("logprobs")
     if _cuts_itself(sampling):
         fields.append("min_p" if sampling.min_p else "temperature")
+    return fields
+
+
+def _beyond(sampling: Sampling) -> list[str]:
+    """Return the fields that vLLM itself takes fewer of, or with another meaning."""
+    words = sampling.bad_words_ids
+    fields: list[str] = []
+    if len(words) > _MOST_BAD_WORDS or sum(map(len, words)) > _MOST_BAD_TOKENS:
+        fields.append("bad_words_ids")
+    # vLLM forbids the model's end tokens too where they are ordinary ones.
+    if sampling.ignore_eos or len(sampling.stop_token_ids) > _MOST_STOPS:
+        fields.append("min_tokens")
     return fields
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -17,13 +18,16 @@ from hotswap.checks import check_choice, check_counts, check_kind, check_strings
 from hotswap.errors import ConfigError, ShardCorrupt
 from hotswap.hardware import parse_bytes
 
-__all__ = ["Settings", "StartMethod", "architecture_of"]
+__all__ = ["Settings", "StartMethod", "architecture_of", "choose_runner"]
+
+log = logging.getLogger("hotswap.vllm")
 
 StartMethod = Literal["fork", "spawn"]
 
 # The part of a device's memory that vLLM takes by default; it refuses to start where less is free.
 _USUAL_SHARE = 0.92
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 # Entries of a config that describe the checkpoint, not the architecture.
 _IMMATERIAL = frozenset(
     {
@@ -167,6 +171,22 @@ class Settings:
         if not on_cpu:
             given |= self._gpu_arguments()
         return given | dict(self.arguments)
+
+
+def choose_runner() -> None:
+    """Have cores take vLLM's first model runner, as hotswap's sampler does, unless the environment names one.
+
+    A warning says so where vLLM would take the second.
+    """
+    if _RUNNER in os.environ:
+        return
+    os.environ[_RUNNER] = "0"
+    if named("vllm.triton_utils:HAS_TRITON"):
+        log.warning(
+            "vLLM's first model runner serves, not its second, which has not hotswap's rules of sampling. "
+            "%s=1 in the environment chooses the second, where requests that need those rules are refused.",
+            _RUNNER,
+        )
 
 
 @cache

@@ -97,7 +97,8 @@ async def _try_rules(core: Core, request: Request, token: int, card: ModelCard) 
     if not core.has_rules:
         log.warning(
             "This vLLM does not sample by hotswap's rules: it refuses requests with suppressed or forced "
-            "tokens, min_p beside top_p, or log-probabilities of the distribution that is sampled from."
+            "tokens, min_p beside top_p, or log-probabilities of the distribution that is sampled from, and "
+            "draws by a seed otherwise than other engines."
         )
 
 

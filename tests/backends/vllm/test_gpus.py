@@ -70,6 +70,29 @@ def test_a_device_that_is_no_gpu_is_refused() -> None:
             Settings(device=device)
 
 
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_the_first_runner_is_chosen_and_said_to_be_where_vllm_would_take_the_second(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", has_triton)
+    monkeypatch.setenv(_RUNNER, "kept until the test ends")
+    monkeypatch.delenv(_RUNNER)
+    for _ in range(2):
+        settings.choose_runner()
+    assert os.environ[_RUNNER] == "0"
+    assert [_RUNNER in record.getMessage() for record in caplog.records] == [True] * has_triton
+
+
+def test_a_runner_that_the_environment_names_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(_RUNNER, "1")
+    settings.choose_runner()
+    assert os.environ[_RUNNER] == "1"
+    assert not caplog.records
+
+
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _SECOND_RUNNER = """
     import types
     import triton.backends
@@ -84,7 +107,7 @@ _SECOND_RUNNER = """
 
     import anyio
     from dataclasses import replace
-    from hotswap import ModelId, Request, RequestId, Sampling
+    from hotswap import InvalidRequest, ModelId, Request, RequestId, Sampling
     from tests.backends.vllm.support import make_engine, make_store
 
     async def tokens(engine, request):
@@ -101,6 +124,14 @@ _SECOND_RUNNER = """
             whole = await tokens(engine, request)
             rest = await tokens(engine, request.continued(whole[:4]))
             print("tokens:", whole == whole[:4] + rest, len(whole))
+            many = {"bad_words_ids": [(1 + n, 2) for n in range(129)], "min_tokens": 2}
+            for name, value in many.items():
+                sampling = Sampling(max_tokens=8, ignore_eos=True, **{name: value})
+                try:
+                    await tokens(engine, replace(request, sampling=sampling))
+                except InvalidRequest as exc:
+                    print("refused:", f"asks for {name}" in str(exc))
+            print("tokens:", whole == await tokens(engine, request), len(whole))
 
     if __name__ == "__main__":
         anyio.run(main)
@@ -117,12 +148,13 @@ def test_requests_resume_and_move_in_the_second_runner_and_rules_are_refused_the
             **os.environ,
             "PYTHONPATH": os.getcwd(),
             "TRITON_INTERPRET": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            _RUNNER: "1",
         },
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    told = [line for line in run.stdout.splitlines() if line.startswith(("trial:", "tokens:"))]
-    assert told == ["trial: True True False", "tokens: True 8"], run.stderr
+    told = [line for line in run.stdout.splitlines() if line.startswith(("trial:", "tokens:", "refused:"))]
+    exact, refused = "tokens: True 8", "refused: True"
+    assert told == ["trial: True True False", exact, refused, refused, exact], run.stderr
     assert "does not sample by hotswap's rules" in run.stderr

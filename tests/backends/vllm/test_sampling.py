@@ -343,6 +343,7 @@ def test_where_vllm_takes_no_rules_what_needs_them_is_refused_by_name(world: Wor
                     "logprobs": {"logprobs": 1, "logprobs_of": "sampled"},
                     "min_p": {"min_p": 0.1, "top_p": 0.9, "temperature": 1.0},
                     "temperature": {"temperature": 3.0},
+                    "min_tokens": {"min_tokens": 1, "ignore_eos": True},
                 }
                 for name, fields in refused.items():
                     with pytest.raises(InvalidRequest, match=f"asks for {name}"):

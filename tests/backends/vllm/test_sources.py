@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hotswap.backends.vllm import names
+from hotswap.backends.vllm import names, params
+from hotswap.sampling import MAX_ENTRIES
 from tests.backends.vllm.sources import Found, Function, Gone, Sources, clash, is_abstract, kind
 
 _ROOT = Path(__file__).parents[3]
@@ -89,6 +90,21 @@ def test_each_attribute_is_there(path: str, vllm: Sources) -> None:
     owner = vllm.find(path)
     for name in _ATTRIBUTES[path]:
         vllm.member(owner, name)
+
+
+def test_the_second_runner_takes_as_much_of_a_request_as_hotswap_passes_on(vllm: Sources) -> None:
+    """More ends its core: it is looked at when the request is there."""
+    limits = {
+        "vllm.v1.worker.gpu.sample.logit_bias:MAX_NUM_LOGIT_BIAS_TOKENS": MAX_ENTRIES,
+        "vllm.v1.worker.gpu.sample.logit_bias:MAX_NUM_STOP_TOKEN_IDS": params._MOST_STOPS + 1,
+        "vllm.envs:VLLM_MAX_NUM_BAD_WORDS": params._MOST_BAD_WORDS,
+        "vllm.envs:VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": params._MOST_BAD_TOKENS,
+    }
+    for path, most in limits.items():
+        node = vllm.find(path).node
+        assert isinstance(node, ast.Assign | ast.AnnAssign)
+        assert node.value is not None
+        assert ast.literal_eval(node.value) >= most, path
 
 
 def test_every_name_that_is_looked_up_is_among_those_relied_on() -> None:
