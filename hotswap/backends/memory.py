@@ -166,7 +166,8 @@ def can_pin() -> bool:
 def pin(data: memoryview) -> bool:
     """Lock memory for asynchronous copies to every device, and say whether it is now; slow, in a thread.
 
-    Nothing is pinned, and torch not imported, in a process that has not imported torch or has no device.
+    Nothing is pinned in a process that does not compute on a device by torch: it has nothing to copy there,
+    and a context of CUDA, which pinning makes, forbids it to fork.
     """
     cuda = _cuda()
     if cuda is None or not len(data):
@@ -187,6 +188,6 @@ def unpin(data: memoryview) -> None:
 
 
 def _cuda() -> Any | None:
-    """The CUDA runtime that torch has, if the process uses torch already and there is a device."""
+    """The CUDA runtime that torch has, if this process uses a device by it already."""
     torch: Any = sys.modules.get("torch")
-    return torch.cuda.cudart() if torch is not None and torch.cuda.is_available() else None
+    return torch.cuda.cudart() if torch is not None and torch.cuda.is_initialized() else None

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from hotswap.backends.crc import combine, crc32
 from hotswap.backends.fields import CONVERT_AGAIN
-from hotswap.backends.memory import address_of, aligned_buffer, pin, unpin
+from hotswap.backends.memory import address_of, aligned_buffer, can_pin, pin, unpin
 from hotswap.backends.stores.bandwidth import Meter
 from hotswap.backends.stores.files import BlockFile
 from hotswap.backends.stores.layout import Checksum
@@ -21,7 +21,7 @@ __all__ = ["BufferPool", "Pieces", "Ring", "Verify", "check_shard"]
 class BufferPool:
     """Page-aligned buffers of one size, reused between reads: fresh memory costs more than a read.
 
-    May be used from any thread. With `pin`, new buffers are pinned for the device, if the process uses one,
+    May be used from any thread. With `pin`, buffers are pinned for the device once the process uses one,
     which is slow.
     """
 
@@ -32,12 +32,14 @@ class BufferPool:
         self._pin = pin
         self._lock = threading.Lock()
         self._spare: list[memoryview] = []
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, bool] = {}  # by address, those that were tried
 
     def take(self) -> memoryview:
         """Lend a buffer; its content is undefined."""
         with self._lock:
-            buffer = self._spare.pop() if self._spare else self._make()
+            buffer = self._spare.pop() if self._spare else aligned_buffer(self.buffer_bytes)
+            if self._pin and can_pin() and address_of(buffer) not in self._pinned:
+                self._pinned[address_of(buffer)] = pin(buffer)
             self.num_lent += 1
         return buffer
 
@@ -59,18 +61,11 @@ class BufferPool:
 
     def is_pinned(self, buffer: memoryview) -> bool:
         """Whether a device may copy from a buffer of this pool asynchronously."""
-        return bool(self._pinned) and address_of(buffer) in self._pinned
-
-    def _make(self) -> memoryview:
-        buffer = aligned_buffer(self.buffer_bytes)
-        if self._pin and pin(buffer):
-            self._pinned.add(address_of(buffer))
-        return buffer
+        return bool(self._pinned) and self._pinned.get(address_of(buffer), False)
 
     def _free(self, buffer: memoryview) -> None:
         """Unpin; the memory itself is freed with the last view of it."""
-        if self.is_pinned(buffer):
-            self._pinned.discard(address_of(buffer))
+        if self._pinned and self._pinned.pop(address_of(buffer), False):
             unpin(buffer)
 
 

@@ -13,7 +13,7 @@ import anyio
 from anyio import CancelScope
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.memory import aligned_buffer, pin, unpin
+from hotswap.backends.memory import aligned_buffer, can_pin, pin, unpin
 from hotswap.backends.stores.host_tier import BufferReservation, HostTier, PendingDrops
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
@@ -145,8 +145,8 @@ class PinnedStore(HostTier):
 
     `budget` bounds the bytes of all buffers, those being filled and those being freed included. A buffer is
     one rank of one model, allocated at once and filled shard by shard through `reserve`. The store loads
-    nothing by itself; a `TieredStore` fills it. Memory is pinned if the process has imported torch and has a
-    CUDA device. It is private to the process; `SharedStore` shares memory between the processes of a machine.
+    nothing by itself; a `TieredStore` fills it. Memory is pinned once the process computes on a CUDA device
+    by torch. It is private to the process; `SharedStore` shares memory between the processes of a machine.
     """
 
     def __init__(
@@ -180,8 +180,7 @@ class PinnedStore(HostTier):
         slot = await self._reserve(manifest, rank)
         reservation = _BufferReservation(slot.value)
         try:
-            async with slot.value.pinning:
-                await in_thread(slot.value.pin)
+            await slot.value.prepare()
             yield reservation
         finally:
             await self._release(slot)
@@ -250,6 +249,7 @@ class PinnedStore(HostTier):
         self._budget.use(slot)
         slot.value.kept = True
         try:
+            await slot.value.prepare()
             yield slot.value
         finally:
             await self._release(slot)
@@ -338,7 +338,7 @@ class _RankBuffer:
         self.filled: set[Shard] = set()
         self.kept = False
         self.pinned = False
-        self.pinning = anyio.Lock()
+        self._pinning = anyio.Lock()
         self._shards = set(manifest.shards_of(rank))
         self._data = aligned_buffer(manifest.buffer_bytes)
         self._tried_to_pin = False
@@ -361,11 +361,17 @@ class _RankBuffer:
     def part(self, shard: Shard) -> memoryview:
         return self._data[shard.buffer_offset_bytes : shard.buffer_offset_bytes + shard.size_bytes]
 
-    def pin(self) -> None:
-        """Pin the memory for the device, once; blocks while its pages are allocated."""
-        if not self._tried_to_pin:
-            self._tried_to_pin = True
-            self.pinned = pin(self._data)
+    async def prepare(self) -> None:
+        """Pin the memory, once the process uses a device; it may have been filled before."""
+        if self._tried_to_pin or not can_pin():
+            return
+        async with self._pinning:
+            if not self._tried_to_pin:
+                await in_thread(self._pin)
+
+    def _pin(self) -> None:
+        self._tried_to_pin = True
+        self.pinned = pin(self._data)
 
     def close(self) -> None:
         """Free the memory; if a reader kept a view of it, it is freed with the view."""

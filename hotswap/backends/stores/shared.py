@@ -44,8 +44,8 @@ class SharedStore(HostTier):
 
     A `PinnedStore` for several processes: give each the same directory and budget. The first process that
     loads a model fills a segment; others that need it meanwhile wait, and map the same pages. If the first
-    one dies, the next resumes the fill. Engines on a CPU are lent the pages themselves, read-only. With a
-    CUDA device each process pins the memory that it has mapped. Linux only.
+    one dies, the next resumes the fill. Engines on a CPU are lent the pages themselves, read-only. A process
+    that computes on a CUDA device by torch pins the memory that it has mapped. Linux only.
 
     `budget` bounds the bytes of all segments together. A model that a living process lends or pins stays;
     of the others the least recently used is evicted first. Segments outlive the processes, so that a restart

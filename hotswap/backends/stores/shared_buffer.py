@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio
 from anyio import CancelScope
 
-from hotswap.backends.memory import pin, unpin
+from hotswap.backends.memory import can_pin, pin, unpin
 from hotswap.backends.stores.files import map_write_errors
 from hotswap.backends.stores.host_tier import BufferReservation
 from hotswap.backends.stores.locks import LOCK_LIMIT_S, holder_of, pauses
@@ -71,7 +71,7 @@ class SharedBuffer:
         for number in range(self.segment.num_reservations):
             with map_write_errors(directory, memory=True):
                 await in_thread(partial(self.segment.reserve, number))
-        if not self._tried_to_pin:
+        if not self._tried_to_pin and can_pin():
             await in_thread(self._pin)
 
     def _pin(self) -> None:

@@ -172,9 +172,10 @@ class FakeCuda:
         return 0
 
 
-def with_cuda(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
-    fake = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, cudart=lambda: cuda))
-    monkeypatch.setitem(sys.modules, "torch", fake)
+def with_cuda(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, *, is_used: bool = True) -> None:
+    """Have the process see a device, which it computes on already or not."""
+    of_torch = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: is_used, cudart=lambda: cuda)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=of_torch))
 
 
 async def test_memory_is_pinned_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +191,28 @@ async def test_memory_is_pinned_while_it_is_held(tmp_path: Path, monkeypatch: py
             assert min(cuda.pinned) == ctypes.addressof(ctypes.c_char.from_buffer(chunk.data))
         await store.drop(M)
         assert cuda.pinned == {}
+
+
+async def test_memory_is_pinned_by_no_process_that_does_not_use_the_device_and_by_others_at_its_next_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning makes a context of CUDA, and with one a process must not fork: a core of vLLM, for instance."""
+    manifest, ranks = put(tmp_path)
+    cuda = FakeCuda()
+    with_cuda(monkeypatch, cuda, is_used=False)
+    async with PinnedStore("1 MiB") as store:
+        await admit(store, manifest, ranks[0])
+        async with store.lend(manifest) as buffer:
+            assert buffer is not None
+            assert not buffer.pinned
+        assert cuda.pinned == {}
+        with_cuda(monkeypatch, cuda)
+        for _ in range(2):
+            async with store.lend(manifest) as buffer:
+                assert buffer is not None
+                assert buffer.pinned
+        assert list(cuda.pinned.values()) == [manifest.buffer_bytes]
+    assert cuda.pinned == {}
 
 
 async def test_memory_that_cannot_be_pinned_is_used_all_the_same(

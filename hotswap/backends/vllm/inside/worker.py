@@ -12,19 +12,21 @@ import mmap
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hotswap.backends.memory import can_pin, pin, unpin
 from hotswap.backends.vllm.inside import grammar, resume, sampling
 from hotswap.backends.vllm.inside.blocks import patch_cores
 from hotswap.backends.vllm.inside.connector import HotswapConnector
 from hotswap.backends.vllm.inside.pages import Pages
 from hotswap.backends.vllm.names import named
 
-__all__ = ["LOAD_FORMAT", "OWNER", "WorkerExtension", "die_with_parent", "register", "tensors_of"]
+__all__ = ["LOAD_FORMAT", "OWNER", "WorkerExtension", "die_with_parent", "register", "staged_tensors"]
 
 LOAD_FORMAT = "hotswap"
 OWNER = "HOTSWAP_VLLM_OWNER"
@@ -41,7 +43,8 @@ class WorkerExtension:
 
     def hotswap_reload(self, index: str) -> None:
         """Replace the weights by others of the same architecture."""
-        self.model_runner.reload_weights(weights_iterator=tensors_of(Path(index)))
+        with staged_tensors(Path(index)) as tensors:
+            self.model_runner.reload_weights(weights_iterator=tensors)
 
     def hotswap_process(self) -> int:
         """Return the worker's process id."""
@@ -69,13 +72,27 @@ class WorkerExtension:
         return connector.pages if isinstance(connector, HotswapConnector) else None
 
 
-def tensors_of(index: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a staged model by name, as views of its mapped file."""
+@contextmanager
+def staged_tensors(index: Path) -> Generator[Iterator[tuple[str, torch.Tensor]]]:
+    """Map a staged model, and yield its tensors by name as views; for a GPU they are pinned meanwhile."""
     parsed: dict[str, Any] = json.loads(index.read_text())
-    with Path(parsed["file"]).open("rb") as file:
-        # A private mapping, since torch warns of memory that is read-only.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    for name, dtype, shape, stride, offset_bytes in parsed["tensors"]:
+    pins = can_pin()
+    with Path(parsed["file"]).open("r+b" if pins else "rb") as file:
+        # Pinning a private mapping would copy its pages. Else it is private, since torch warns of memory that
+        # is read-only.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if pins else mmap.ACCESS_COPY)
+    whole = memoryview(mapped)
+    is_pinned = pins and pin(whole)
+    try:
+        yield _tensors(mapped, parsed["tensors"])
+    finally:
+        if is_pinned:
+            torch.cuda.synchronize()
+            unpin(whole)
+
+
+def _tensors(mapped: mmap.mmap, index: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, shape, stride, offset_bytes in index:
         kind: torch.dtype = getattr(torch, dtype)
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
         reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
@@ -128,7 +145,8 @@ def _make_loader() -> type:
             """Do nothing: the weights are here."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            model.load_weights(tensors_of(Path(self.load_config.model_loader_extra_config["index"])))
+            with staged_tensors(Path(self.load_config.model_loader_extra_config["index"])) as tensors:
+                model.load_weights(tensors)
 
     return HotswapLoader
 
