@@ -14,10 +14,12 @@ HEAVY = frozenset(
         "ray",
         "rich",
         "safetensors",
+        "starlette",
         "tokenizers",
         "torch",
         "transformers",
         "triton",
+        "uvicorn",
         "vllm",
     }
 )

@@ -206,6 +206,7 @@ NAMES = {
         "TcpPeers",
         "serve_engine",
     ],
+    "hotswap.door": ["Limits", "ReasoningFormat", "Served", "ToolFormat", "create_app", "listen"],
     "hotswap.offline": [
         "Arrival",
         "Lengths",

@@ -21,6 +21,7 @@ PUBLIC = (
     "hotswap.backends.torch",
     "hotswap.backends.transports",
     "hotswap.backends.vllm",
+    "hotswap.door",
     "hotswap.offline",
     "hotswap.policies",
     "hotswap.policies.planning",
@@ -60,7 +61,6 @@ NOT_EXPORTED = {
 # Exported by `hotswap` or `hotswap.abc`, though no signature names them.
 NOT_NAMED = {
     "CountRank": "a base class for ranks: what takes one takes any `Rank`",
-    "Fleet": "what users begin with",
     "HotswapError": "what every caller of a fleet catches",
     "InvalidRequest": "what a caller catches of a request that asks for something wrong",
     "PromptTooLong": "the same of a prompt that does not fit",

@@ -1,0 +1,81 @@
+"""Reading bodies: bounded in size and in time, and ended when the client leaves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+from starlette.types import Receive, Scope
+
+from hotswap.door.errors import Refusal
+from hotswap.door.limits import Limits
+
+__all__ = ["ClientLeft", "read_body", "while_connected"]
+
+
+class ClientLeft(Exception):
+    """The client closed its connection, so that no answer can reach it."""
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        Refusal: it is longer than may be, took too long, or is not said to be JSON.
+        ClientLeft: the client closed its connection.
+    """
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise Refusal(415, "The content-type is not application/json; send JSON.", "unsupported_media_type")
+    with anyio.move_on_after(limits.body_s):
+        return await _read(receive, limits.body_bytes)
+    raise Refusal(
+        408, f"The body did not come within {limits.body_s:g} s; send it at once.", "request_timeout"
+    )
+
+
+async def _read(receive: Receive, most_bytes: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
+            raise Refusal(413, f"The body is longer than {most_bytes:,} bytes; send less.", "body_too_large")
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncGenerator[anyio.abc.TaskGroup]:
+    """Cancel the block once the client has left; errors of the block come out as they are.
+
+    Lends a task group for what the block does beside.
+
+    Raises:
+        ClientLeft: the client closed its connection.
+    """
+    error: Exception | None = None
+    has_left = False
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        try:
+            yield tasks
+        except Exception as exc:  # the task group would wrap it
+            error = exc
+        tasks.cancel_scope.cancel()
+    if error is not None:
+        raise error
+    if has_left:
+        raise ClientLeft

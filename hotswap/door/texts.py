@@ -1,0 +1,62 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hotswap import Chat
+from hotswap.door.body import read_body
+from hotswap.door.errors import Refusal
+from hotswap.door.generation import Door
+from hotswap.door.protocol import Detokenization, Tokenization
+from hotswap.door.served import resolve
+from hotswap.door.wire import to_json
+
+__all__ = ["TextEndpoints"]
+
+
+class TextEndpoints:
+    """Texts to token ids, and back."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    async def tokenize(self, request: Request) -> Response:
+        """Encode a text, or a chat as the model's template writes it."""
+        asked = Tokenization.model_validate_json(
+            await read_body(request.scope, request.receive, self._door.limits)
+        )
+        models = self._door.fleet.models
+        name = resolve(self._door.fleet, asked.model, asked.adapter)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise Refusal(
+                400, "Give prompt or messages, and not both.", "missing_required_parameter", param="prompt"
+            )
+        prompt: str | Chat | None = asked.prompt
+        if prompt is None:
+            prompt = Chat(
+                asked.messages or (),
+                add_generation_prompt=asked.add_generation_prompt,
+                chat_template_kwargs=asked.chat_template_kwargs,
+            )
+        tokens = await models.encode(
+            name.model, prompt, adapter=name.adapter, add_special_tokens=asked.add_special_tokens
+        )
+        most = models.card(name.model).max_context_tokens
+        answer = {"count": len(tokens), "max_model_len": most, "tokens": tokens}
+        return Response(to_json(answer), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        """Decode token ids, special ones included unless they are to be skipped."""
+        asked = Detokenization.model_validate_json(
+            await read_body(request.scope, request.receive, self._door.limits)
+        )
+        name = resolve(self._door.fleet, asked.model, asked.adapter)
+        text = await self._door.fleet.models.decode(
+            name.model,
+            asked.tokens,
+            adapter=name.adapter,
+            skip_special_tokens=asked.skip_special_tokens,
+        )
+        return Response(to_json({"prompt": text}), media_type="application/json")
