@@ -113,7 +113,7 @@ class Control:
 
     def _plan(self, tasks: TaskGroup) -> None:
         with self._forgiving("Scheduler %r failed to plan", self._scheduler):
-            self._state.refresh()
+            self._state.refresh(progress=True)
             for action in lend(self._state, lambda fleet: tuple(self._scheduler.plan(fleet)), running=True):
                 with self._forgiving("Action %r of scheduler %r was not begun", action, self._scheduler):
                     self._start(action, tasks)

@@ -33,6 +33,11 @@ class EventLog:
         self._is_open = False
         self.last = 0
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a reader waits for the next event."""
+        return self._changed is not None
+
     def open(self) -> None:
         """Let readers wait: the fleet is open."""
         self._is_open = True

@@ -309,7 +309,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
     def view(self) -> FleetView:
         """The fleet at this moment, as schedulers see it; routers do not see what runs."""
         self._core.lifetime.check_loop()
-        self._core.state.refresh()
+        self._core.state.refresh(progress=True)
         return LiveView.of(self._core.state, running=True).complete()
 
     @property

@@ -74,6 +74,7 @@ class FleetState(Registry):
         self._samples: dict[RequestId, dict[ActiveRequest, None]] = {}
         self._running: dict[InstanceId, dict[RequestId, ActiveRequest]] = {}
         self._cooling_down: dict[InstanceId, None] = {}
+        self._progressed: dict[InstanceId, Instance] = {}  # since the last view that shows it
         self._listeners: list[StateListener] = []
         self._change: anyio.Event | None = None
 
@@ -179,18 +180,20 @@ class FleetState(Registry):
         """Note the phase of its swap that an instance is in from now on."""
         loaded = 0 if instance.phase is None else instance.phase.loaded_bytes
         now_s = anyio.current_time()
-        phase = PhaseView(name=name, since_s=now_s, loaded_bytes=loaded, total_bytes=total_bytes)
-        self._set_phase(instance, phase, "swap_phase")
+        instance.phase = PhaseView(name=name, since_s=now_s, loaded_bytes=loaded, total_bytes=total_bytes)
+        self._note_phase(instance, "swap_phase")
+        self._note(instance)
 
     def note_loaded(self, instance: Instance, num_bytes: int) -> None:
         """Note how much of the next model its swap has read so far."""
-        if instance.phase is not None:
-            self._set_phase(instance, replace(instance.phase, loaded_bytes=num_bytes), "swap_progress")
+        if (phase := instance.phase) is not None:
+            instance.phase = replace(phase, loaded_bytes=num_bytes)
+            self._progressed[instance.id] = instance
+            if self.events.is_awaited:  # it says nothing to those that come later
+                self._note_phase(instance, "swap_progress")
 
-    def _set_phase(self, instance: Instance, phase: PhaseView, kind: EventKind) -> None:
-        instance.phase = phase
-        self._note(instance)
-        self.events.note(kind, instance=instance.id, model=instance.target, phase=phase)
+    def _note_phase(self, instance: Instance, kind: EventKind) -> None:
+        self.events.note(kind, instance=instance.id, model=instance.target, phase=instance.phase)
 
     def set_serving_since(self, instance: Instance, since_s: float | None) -> None:
         """Note when an instance's model became ready; `None` when it has none any more."""
@@ -404,8 +407,13 @@ class FleetState(Registry):
         else:
             self._cooling_down.pop(instance.id, None)
 
-    def refresh(self) -> None:
-        """Bring the index up to date with the instances that have changed state, or are polled."""
+    def refresh(self, *, progress: bool = False) -> None:
+        """Bring the index up to date with instances that have changed state, or are polled.
+
+        With `progress` also with how much their swaps have read, which routes need not know.
+        """
+        while progress and self._progressed:
+            self._note(self._progressed.popitem()[1])
         self.index.refresh()
 
     def troubled(self) -> tuple[Instance, ...]:

@@ -10,6 +10,7 @@ beside the old model is no failure: the load then comes after the unload.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator
@@ -295,9 +296,10 @@ class _LoadProgress:
     def __init__(self, state: FleetState, instance: Instance) -> None:
         self._state, self._instance = state, instance
         self._next_s = -math.inf
+        self._clock = asyncio.get_running_loop().time  # it is asked at every chunk
 
     def bytes_read(self, num_bytes: int) -> None:
-        now_s = anyio.current_time()
+        now_s = self._clock()
         if now_s >= self._next_s:
             self._next_s = now_s + PROGRESS_S
             self._state.note_loaded(self._instance, num_bytes)

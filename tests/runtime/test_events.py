@@ -20,9 +20,20 @@ def kinds(events: list[FleetEvent]) -> list[str]:
 
 @virtual_time
 async def test_a_swap_is_told_phase_by_phase() -> None:
-    async with sim_fleet("a", scheduler=Idle()) as fleet:
+    events: list[FleetEvent] = []
+    async with sim_fleet("a", scheduler=Idle()) as fleet, anyio.create_task_group() as readers:
+        stream = fleet.events()
+
+        async def read() -> None:
+            async for event in stream:
+                events.append(event)
+
+        readers.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
         await fleet.swap("e0", to="a", reason="a test")
-        events = await fleet.events(after=0).take()
+        since_then = await fleet.events(after=0).take()
+        readers.cancel_scope.cancel()
+    assert kinds(since_then)[-1] == "swap_ended"
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert events[0].kind == "swap_started"
     assert {(event.instance, event.model) for event in events} == {("e0", "a")}
