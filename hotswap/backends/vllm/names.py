@@ -140,6 +140,11 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_LINEAR}:ReplicatedLinear": ("input_size", "output_size", *_LINEAR_ARGUMENTS),
         f"{_LINEAR}:MergedColumnParallelLinear": ("input_size", "output_sizes", *_LINEAR_ARGUMENTS),
         f"{_LINEAR}:LinearMethodBase.process_weights_after_loading": ("layer",),
+        "vllm.model_executor.layers.fused_moe.layer:FusedMoEFactory": (
+            *("num_experts", "top_k", "hidden_size", "intermediate_size"),
+            *("params_dtype", "quant_config", "prefix"),
+        ),
+        "vllm.forward_context:set_forward_context": ("attn_metadata", "vllm_config"),
         # In the processes of the core.
         "vllm.model_executor.model_loader:register_model_loader": ("load_format",),
         "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER": (),

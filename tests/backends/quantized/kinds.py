@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 __all__ = ["KINDS", "SIZES", "write", "write_experts"]
@@ -61,8 +61,8 @@ def write(directory: Path, kind: str, *, seed: int = 0) -> Path:
     return directory
 
 
-def write_experts(directory: Path) -> Path:
-    """Write an unquantised checkpoint with experts, as transformers does, and return its directory."""
+def write_experts(directory: Path, kind: str = "unquantised") -> Path:
+    """Write a checkpoint with experts of a kind, and return its directory."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         **SIZES, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, dtype="bfloat16"
@@ -73,6 +73,16 @@ def write_experts(directory: Path) -> Path:
             if "norm" not in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.08)
     module.bfloat16().save_pretrained(directory)
+    quantize, settings, _ = KINDS[kind]
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            tensors |= quantize(name.removesuffix(".weight"), tensor.float())
+        else:
+            tensors[name] = tensor
+    save_file({name: one.contiguous() for name, one in tensors.items()}, directory / "model.safetensors")
+    written = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**written, **settings}))
     return directory
 
 
@@ -190,7 +200,7 @@ def _compressed(weights: dict[str, Any], format: str, inputs: dict[str, Any] | N
             "quant_method": "compressed-tensors",
             "format": format,
             "quantization_status": "compressed",
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
             "config_groups": {"group_0": group},
         }
     }

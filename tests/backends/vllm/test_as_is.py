@@ -30,11 +30,15 @@ from tests.runtime.support import Idle
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of every kind, another of one of them, and one whose experts vLLM fuses."""
+    """A checkpoint of every kind, another of one of them, and two whose experts vLLM fuses."""
     root = tmp_path_factory.mktemp("kinds")
     found = {kind: write(root / str(number), kind) for number, kind in enumerate(KINDS)}
     another = write(root / "another", "compressed-tensors int4", seed=1)
-    return {**found, "another": another, "experts": write_experts(root / "experts")}
+    experts = {
+        "experts": write_experts(root / "experts"),
+        "FP8 experts": write_experts(root / "fp8 experts", "compressed-tensors FP8"),
+    }
+    return {**found, "another": another, **experts}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,18 @@ def test_the_table_of_the_docs_says_the_same(expected: dict[str, list[int] | Non
     assert {kind: told[kind]["VllmEngine"] for kind in KINDS} == {
         kind: "refused before a swap" if expected[kind] is None else "served" for kind in KINDS
     }
+
+
+async def test_experts_alone_that_lack_a_kernel_are_refused_before_a_load(
+    directories: dict[str, Path], expected: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    """vLLM has kernels for the same quantization of other layers here."""
+    if expected["compressed-tensors FP8"] is None or expected["FP8 experts"] is not None:
+        pytest.skip("vLLM treats both kinds of layers alike here")
+    async with opened(directories, tmp_path / "root") as store, make_engine() as engine:
+        with pytest.raises(UnsupportedModel, match="MoE backend"):
+            await engine.try_model(await card_of(store, list(directories).index("FP8 experts")), store)
+        await engine.try_model(await card_of(store, list(KINDS).index("compressed-tensors FP8")), store)
 
 
 async def test_a_core_is_told_what_side_files_say_of_quantization(

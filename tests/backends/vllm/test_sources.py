@@ -59,7 +59,12 @@ _ATTRIBUTES = {
     f"{_CONNECTOR}:KVConnectorBase_V1": ("_get_connector_metadata", "_kv_cache_manager"),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("logitsprocs",),
     "vllm.v1.structured_output:StructuredOutputManager": ("backend",),
-    "vllm.config:ModelConfig": ("enable_sleep_mode", "max_model_len", "runner_type", "get_vocab_size"),
+    "vllm.config:ModelConfig": (
+        *("enable_sleep_mode", "max_model_len", "runner_type", "get_vocab_size", "get_num_experts"),
+    ),
+    "vllm.config:CompilationConfig": ("static_forward_context",),
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": ("routed_experts",),
+    "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
     "vllm.config:CacheConfig": ("block_size", "num_gpu_blocks"),
     "vllm.config:SchedulerConfig": ("max_num_batched_tokens",),
 }

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_SIZE, _ROWS = 512, 2
+_SIZE, _ROWS, _EXPERTS = 512, 2, 4
 
 
 def main() -> None:
@@ -63,30 +63,43 @@ def _join_alone() -> None:
 
 
 def _layers(config: Any, quantization: Any) -> Iterator[Any]:
-    """Make a layer with one weight, and one of two that are fused."""
+    """Make a layer with one weight, one of two that are fused, and one of experts if the model has such."""
+    config.compilation_config.static_forward_context.clear()  # where layers of experts are known by name
+    model: Any = config.model_config
+    given = {"params_dtype": model.dtype, "quant_config": quantization}
     linear = _of("vllm.model_executor.layers.linear")
-    given = {
-        "bias": False,
-        "params_dtype": config.model_config.dtype,
-        "quant_config": quantization,
-        "disable_tp": True,
-    }
+    alone = {"bias": False, "disable_tp": True}
     place = "model.layers.0.mlp."
-    yield linear.ReplicatedLinear(_SIZE, _SIZE, prefix=f"{place}down_proj", **given)
-    yield linear.MergedColumnParallelLinear(_SIZE, [_SIZE, _SIZE], prefix=f"{place}gate_up_proj", **given)
+    yield linear.ReplicatedLinear(_SIZE, _SIZE, prefix=f"{place}down_proj", **given, **alone)
+    sizes = [_SIZE, _SIZE]
+    yield linear.MergedColumnParallelLinear(_SIZE, sizes, prefix=f"{place}gate_up_proj", **given, **alone)
+    if model.get_num_experts():
+        yield _of("vllm.model_executor.layers.fused_moe.layer").FusedMoEFactory(
+            num_experts=_EXPERTS,
+            top_k=2,
+            hidden_size=_SIZE,
+            intermediate_size=_SIZE,
+            prefix=f"{place}experts",
+            **given,
+        )
 
 
 @torch.no_grad()
 def _compute(layer: Any, config: Any) -> None:
     if not _of("vllm.platforms").current_platform.is_cpu():
         return  # a GPU's kernel was chosen when the layer was made; its memory is others'
-    for parameter in layer.parameters():
+    has_experts = hasattr(layer, "routed_experts")
+    weights = layer.routed_experts if has_experts else layer
+    for parameter in weights.parameters():
         if parameter.is_floating_point():  # scales that differ, as those of fused weights do
             parameter.copy_((torch.arange(parameter.numel()) % 2 + 1).view(parameter.shape))
         else:
             parameter.zero_()
-    layer.quant_method.process_weights_after_loading(layer)
-    layer(torch.zeros(_ROWS, _SIZE, dtype=config.model_config.dtype))
+    weights.quant_method.process_weights_after_loading(weights)
+    dtype = config.model_config.dtype
+    rows, routes = torch.zeros(_ROWS, _SIZE, dtype=dtype), torch.zeros(_ROWS, _EXPERTS, dtype=dtype)
+    with _of("vllm.forward_context").set_forward_context(None, config):
+        layer(*((rows, routes) if has_experts else (rows,)))
 
 
 if __name__ == "__main__":
