@@ -28,6 +28,9 @@ EventKind: TypeAlias = Literal[
     "adapter_added",
     "adapter_updated",
     "adapter_removed",
+    "fleet_closing",
+    "fleet_closed",
+    "fleet_reopened",
     "gap",
 ]
 """What may happen; a `"gap"` stands for events that are not kept any more."""

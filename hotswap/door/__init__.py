@@ -4,9 +4,21 @@
 """
 
 from hotswap.door.app import create_app
+from hotswap.door.keys import ApiKey
 from hotswap.door.limits import Limits
+from hotswap.door.metrics import Metrics, PrometheusMetrics
 from hotswap.door.parsers import ReasoningFormat, ToolFormat
 from hotswap.door.served import Served
 from hotswap.door.server import listen
 
-__all__ = ["Limits", "ReasoningFormat", "Served", "ToolFormat", "create_app", "listen"]
+__all__ = [
+    "ApiKey",
+    "Limits",
+    "Metrics",
+    "PrometheusMetrics",
+    "ReasoningFormat",
+    "Served",
+    "ToolFormat",
+    "create_app",
+    "listen",
+]

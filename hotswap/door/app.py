@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -17,8 +18,12 @@ from hotswap.door.chats import Chats
 from hotswap.door.completions import Completions
 from hotswap.door.errors import Refusal, refusal_of
 from hotswap.door.generation import Door, log_fault
+from hotswap.door.health import Health
+from hotswap.door.keys import ApiKey, Guard
 from hotswap.door.limits import Limits
 from hotswap.door.listing import ModelListing
+from hotswap.door.metrics import Metrics
+from hotswap.door.operators import EventsEndpoint, Operators
 from hotswap.door.served import Served
 from hotswap.door.texts import TextEndpoints
 from hotswap.door.wire import to_json
@@ -29,20 +34,34 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    fleet: Fleet, *, limits: Limits | None = None, served: Mapping[str, Served] | None = None
+    fleet: Fleet,
+    *,
+    limits: Limits | None = None,
+    served: Mapping[str, Served] | None = None,
+    keys: Sequence[ApiKey] = (),
+    hosts: Sequence[str] | None = None,
+    metrics: Metrics | None = None,
 ) -> Starlette:
-    """Return an application that serves an open fleet: OpenAI's endpoints.
+    """Return an application that serves an open fleet: OpenAI's endpoints, and an operator's.
 
     Run it inside of `async with fleet`, by itself or mounted in another application: it opens and closes
-    nothing. It keeps no state but the fleet's.
+    nothing.
 
     Args:
         fleet: What serves the requests.
         limits: What one request may take.
         served: How models are served, by their ids or other names; `Served()` holds for others.
+        keys: Those of clients and of operators. Without one of an operator, `/admin` and `/metrics` are for
+            callers on this machine alone; without one of a client, the rest is for everything that gets here.
+        hosts: The names by which the server may be called; `None` for any.
+        metrics: What `/metrics` gives; `None` for nothing.
     """
     door = Door(fleet, limits or Limits(), served or {})
-    return Starlette(routes=_openai_routes(door), exception_handlers={HTTPException: _no_such_route})
+    return Starlette(
+        routes=[*_openai_routes(door), *_operators_routes(door), *_health_routes(door, metrics)],
+        middleware=[Middleware(Guard, keys, hosts)],
+        exception_handlers={HTTPException: _no_such_route},
+    )
 
 
 def _openai_routes(door: Door) -> list[BaseRoute]:
@@ -58,6 +77,34 @@ def _openai_routes(door: Door) -> list[BaseRoute]:
     ]
 
 
+def _operators_routes(door: Door) -> list[BaseRoute]:
+    operators = Operators(door)
+    verbs = {
+        "swap": operators.swap,
+        "drain": operators.drain,
+        "reopen": operators.reopen,
+        "migrate": operators.migrate,
+        "roll": operators.roll,
+        "cancel": operators.cancel,
+    }
+    views = {"view": operators.view, "swaps": operators.swaps, "migrations": operators.migrations}
+    return [
+        *(Route(f"/admin/{name}", for_operators(verb), methods=["POST"]) for name, verb in verbs.items()),
+        *(Route(f"/admin/{name}", for_operators(view)) for name, view in views.items()),
+        Route("/admin/events", EventsEndpoint(door), methods=["GET"]),
+    ]
+
+
+def _health_routes(door: Door, metrics: Metrics | None) -> list[BaseRoute]:
+    health = Health(door, metrics)
+    return [
+        Route("/live", answering(health.live)),
+        Route("/health", answering(health.health)),
+        Route("/ready", answering(health.ready)),
+        Route("/metrics", answering(health.metrics)),
+    ]
+
+
 async def _no_embeddings(_: Request) -> Response:
     raise Refusal(
         400,
@@ -66,7 +113,12 @@ async def _no_embeddings(_: Request) -> Response:
     )
 
 
-def answering(handler: Handler) -> Handler:
+def for_operators(handler: Handler) -> Handler:
+    """The same as `answering`, with all that an error says."""
+    return answering(handler, to_operator=True)
+
+
+def answering(handler: Handler, *, to_operator: bool = False) -> Handler:
     """Return a handler that answers by an error what `handler` raises."""
 
     async def answer(request: Request) -> Response:
@@ -76,7 +128,7 @@ def answering(handler: Handler) -> Handler:
             return Response(status_code=400)  # which reaches no client
         except Exception as exc:
             log_fault(exc)
-            return _response(refusal_of(exc))
+            return _response(refusal_of(exc, to_operator=to_operator))
 
     return answer
 

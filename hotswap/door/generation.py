@@ -17,11 +17,12 @@ from starlette.types import Receive, Scope, Send
 from hotswap import Chat, Fleet, FleetStream, HotswapError, Sampling, Token
 from hotswap.door.body import ClientLeft, read_body, while_connected
 from hotswap.door.errors import Refusal, invalid, refusal_of
+from hotswap.door.keys import use_of
 from hotswap.door.limits import Limits
 from hotswap.door.served import Name, Served
-from hotswap.door.wire import STREAM_HEADERS, comment, to_json
+from hotswap.door.wire import STREAM_HEADERS, comment, send_json
 
-__all__ = ["Answer", "Door", "Endpoint", "Generation", "UsageTotal", "log_fault", "new_id", "send_json"]
+__all__ = ["Answer", "Door", "Endpoint", "Generation", "UsageTotal", "log_fault", "new_id"]
 
 log = logging.getLogger("hotswap")
 
@@ -159,7 +160,8 @@ class Endpoint(ABC):
             async with while_connected(receive) as tasks:
                 generation = await self.prepare(body)
                 answer = generation.answer
-                await self._answer(generation, writer, tasks)
+                with use_of(scope).request(generation.name.model, generation.priority):
+                    await self._answer(generation, writer, tasks)
         except ClientLeft:
             return
         except Exception as exc:
@@ -297,15 +299,6 @@ class _StreamWriter:
             headers = [*STREAM_HEADERS, (b"x-request-id", self.request_id.encode())]
             await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         await self.send({"type": "http.response.body", "body": data, "more_body": not last})
-
-
-async def send_json(send: Send, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
-    """Answer by JSON."""
-    body = to_json(value)
-    lines = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    lines += [(name.encode(), text.encode()) for name, text in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status, "headers": lines})
-    await send({"type": "http.response.body", "body": body})
 
 
 def log_fault(error: Exception) -> None:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from hotswap import FleetView, InstanceView, ModelId
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import Door
+from hotswap.door.keys import use_of
 from hotswap.door.served import Name, resolve
 from hotswap.door.wire import to_json
 
@@ -25,10 +26,10 @@ class ModelListing:
     def __init__(self, door: Door) -> None:
         self._door, self._created = door, door.now()
 
-    async def all(self, _: Request) -> Response:
-        """List everything."""
-        view = self._door.fleet.view()
-        data = [self._entry(name, view) for name in self._names()]
+    async def all(self, request: Request) -> Response:
+        """List what the key of a request may name."""
+        view, use = self._door.fleet.view(), use_of(request.scope)
+        data = [self._entry(name, view) for name in self._names() if use.may_name(name.model)]
         return Response(to_json({"object": "list", "data": data}), media_type="application/json")
 
     async def one(self, request: Request) -> Response:
@@ -36,11 +37,12 @@ class ModelListing:
 
         Raises:
             UnknownModel: there is none of that name.
-            Refusal: the model has no such adapter.
+            Refusal: the model has no such adapter, or the key may not name it.
         """
         fleet = self._door.fleet
         asked: str = request.path_params["model"]
         name = resolve(fleet, asked)
+        use_of(request.scope).check_model(name.model)
         if name.adapter is not None and not any(
             (adapter.model, adapter.id) == (name.id, name.adapter) for adapter in fleet.adapters
         ):

@@ -9,6 +9,7 @@ from hotswap import Chat
 from hotswap.door.body import read_body
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import Door
+from hotswap.door.keys import use_of
 from hotswap.door.protocol import Detokenization, Tokenization
 from hotswap.door.served import resolve
 from hotswap.door.wire import to_json
@@ -29,6 +30,7 @@ class TextEndpoints:
         )
         models = self._door.fleet.models
         name = resolve(self._door.fleet, asked.model, asked.adapter)
+        use_of(request.scope).check_model(name.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise Refusal(
                 400, "Give prompt or messages, and not both.", "missing_required_parameter", param="prompt"
@@ -53,6 +55,7 @@ class TextEndpoints:
             await read_body(request.scope, request.receive, self._door.limits)
         )
         name = resolve(self._door.fleet, asked.model, asked.adapter)
+        use_of(request.scope).check_model(name.model)
         text = await self._door.fleet.models.decode(
             name.model,
             asked.tokens,

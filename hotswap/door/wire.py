@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii as _escaped
 from typing import Any
 
-__all__ = ["DONE", "STREAM_HEADERS", "TextChunks", "comment", "event", "named_event", "to_json"]
+from starlette.types import Send
+
+__all__ = ["DONE", "STREAM_HEADERS", "TextChunks", "comment", "event", "named_event", "send_json", "to_json"]
 
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = (
@@ -35,6 +37,15 @@ def named_event(name: str, value: object) -> bytes:
 def comment(text: str) -> bytes:
     """Return a line that clients skip, which keeps a connection from being taken for dead."""
     return b": " + text.replace("\n", " ").encode() + b"\n\n"
+
+
+async def send_json(send: Send, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
+    """Answer by JSON."""
+    body = to_json(value)
+    lines = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    lines += [(name.encode(), text.encode()) for name, text in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})
 
 
 class TextChunks:

@@ -52,6 +52,7 @@ class Closing:
         """
         check_seconds(ConfigError, deadline_s=deadline_s)
         self._num_callers += 1
+        self._state.events.note("fleet_closing")
         try:
             num_requests = len(self._state.entering) + len(self._state.requests)
             log.info("The fleet closes; %d requests are under way.", num_requests)
@@ -61,8 +62,11 @@ class Closing:
             await self._requests_ended()
             self._lifetime.check_open()  # its block may have been left, which ends requests too
             self._is_closed = True
+            self._state.events.note("fleet_closed")
         finally:
             self._num_callers -= 1
+            if self.admits:
+                self._state.events.note("fleet_reopened")
         return num_ended
 
     async def _requests_ended(self) -> None:

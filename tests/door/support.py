@@ -65,6 +65,11 @@ class Caller:
         finally:
             self.ended.set()
 
+    def get(self) -> Caller:
+        """Make it a request without a body, and return it."""
+        self._scope["method"] = "GET"
+        return self
+
     def leave(self) -> None:
         """Close the connection."""
         self._left.set()

@@ -206,7 +206,17 @@ NAMES = {
         "TcpPeers",
         "serve_engine",
     ],
-    "hotswap.door": ["Limits", "ReasoningFormat", "Served", "ToolFormat", "create_app", "listen"],
+    "hotswap.door": [
+        "ApiKey",
+        "Limits",
+        "Metrics",
+        "PrometheusMetrics",
+        "ReasoningFormat",
+        "Served",
+        "ToolFormat",
+        "create_app",
+        "listen",
+    ],
     "hotswap.offline": [
         "Arrival",
         "Lengths",

@@ -1,0 +1,218 @@
+"""`/admin`: what operators do with a fleet, see of it, and are told as it happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hotswap import EventStream, Fleet, FleetEvent
+from hotswap.door.body import ClientLeft, read_body, while_connected
+from hotswap.door.errors import invalid, refusal_of
+from hotswap.door.generation import Door
+from hotswap.door.protocol import Strict
+from hotswap.door.wire import STREAM_HEADERS, comment, send_json, to_json
+
+__all__ = ["EventsEndpoint", "Operators", "to_plain"]
+
+# Between two signs of life of a stream in which nothing happens.
+QUIET_S = 15.0
+# The last records of a kind that are shown.
+MAX_RECORDS = 1000
+
+B = TypeVar("B", bound=Strict)
+
+
+class SwapBody(Strict):
+    """A swap, or with `model: null` an unload."""
+
+    instance: str
+    model: str | None = None
+    deadline_s: float = 0.0
+    reason: str = "operator"
+
+
+class DrainBody(Strict):
+    """A drain."""
+
+    instance: str
+    deadline_s: float | None = None
+    reason: str = "operator"
+
+
+class InstanceBody(Strict):
+    """An instance."""
+
+    instance: str
+
+
+class MigrateBody(Strict):
+    """A move of a request."""
+
+    request: str
+    to: str
+    method: Literal["kv", "tokens"] | None = None
+    reason: str = "operator"
+
+
+class RollBody(Strict):
+    """New weights of a model."""
+
+    model: str
+    to: str
+    streams: Literal["pinned", "moved"] = "pinned"
+    reason: str = "operator"
+
+
+class CancelBody(Strict):
+    """A request that is ended."""
+
+    request: str
+
+
+class Operators:
+    """The verbs and views of operators. A verb answers once it is done, and goes on if its client leaves."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    @property
+    def _fleet(self) -> Fleet:
+        return self._door.fleet
+
+    async def _body(self, request: Request, kind: type[B]) -> B:
+        return kind.model_validate_json(await read_body(request.scope, request.receive, self._door.limits))
+
+    async def swap(self, request: Request) -> Response:
+        """Turn an instance to a model, or unload it."""
+        body = await self._body(request, SwapBody)
+        if body.model is None:
+            record = await self._fleet.unload(body.instance, deadline_s=body.deadline_s, reason=body.reason)
+        else:
+            record = await self._fleet.swap(
+                body.instance, to=body.model, deadline_s=body.deadline_s, reason=body.reason
+            )
+        return json_response(record)
+
+    async def drain(self, request: Request) -> Response:
+        """Empty an instance of requests; it stays closed."""
+        body = await self._body(request, DrainBody)
+        return json_response(
+            await self._fleet.drain(body.instance, deadline_s=body.deadline_s, reason=body.reason)
+        )
+
+    async def reopen(self, request: Request) -> Response:
+        """Let requests come to an instance again."""
+        body = await self._body(request, InstanceBody)
+        self._fleet.reopen(body.instance)
+        return json_response({})
+
+    async def migrate(self, request: Request) -> Response:
+        """Move a request."""
+        body = await self._body(request, MigrateBody)
+        return json_response(
+            await self._fleet.migrate(body.request, to=body.to, method=body.method, reason=body.reason)
+        )
+
+    async def roll(self, request: Request) -> Response:
+        """Give a model new weights."""
+        body = await self._body(request, RollBody)
+        rolled = await self._fleet.roll(body.model, to=body.to, streams=body.streams, reason=body.reason)
+        return json_response({"instances": rolled})
+
+    async def cancel(self, request: Request) -> Response:
+        """End a request."""
+        body = await self._body(request, CancelBody)
+        self._fleet.cancel(body.request)
+        return json_response({})
+
+    async def view(self, _: Request) -> Response:
+        """Show the whole fleet."""
+        return json_response(self._fleet.view())
+
+    async def swaps(self, _: Request) -> Response:
+        """Show the last swaps, oldest first."""
+        return json_response({"data": self._fleet.swaps[-MAX_RECORDS:], "now_s": anyio.current_time()})
+
+    async def migrations(self, _: Request) -> Response:
+        """Show the last moves, oldest first."""
+        return json_response({"data": self._fleet.migrations[-MAX_RECORDS:], "now_s": anyio.current_time()})
+
+
+class EventsEndpoint:
+    """`/admin/events`: the fleet's events as server-sent ones, for any number of readers.
+
+    A reader that was cut off goes on behind the number in `Last-Event-ID`, which browsers send by themselves,
+    or in `?after=`. The stream ends when the fleet has closed.
+    """
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one reader."""
+        try:
+            events = self._door.fleet.events(_after(Request(scope)))
+        except Exception as exc:
+            refusal = refusal_of(exc, to_operator=True)
+            return await send_json(send, refusal.status, refusal.body, refusal.headers)
+        try:
+            async with while_connected(receive):
+                await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
+                await send({"type": "http.response.body", "body": comment("events"), "more_body": True})
+                while data := await _next(events):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientLeft:
+            return None
+
+
+async def _next(events: EventStream) -> bytes:
+    """Return what has happened, or a sign of life after a while; nothing at the end."""
+    with anyio.move_on_after(QUIET_S):
+        found = await events.take()
+        return b"" if _is_closed(found) else b"".join(map(_written, found))
+    return comment("quiet")
+
+
+def _is_closed(events: Sequence[FleetEvent]) -> bool:
+    return not events or events[-1].kind == "fleet_closed"
+
+
+def _written(event: FleetEvent) -> bytes:
+    data = to_json(to_plain(event))
+    return f"id: {event.number}\nevent: {event.kind}\ndata: ".encode() + data + b"\n\n"
+
+
+def _after(request: Request) -> int | None:
+    given = request.headers.get("last-event-id") or request.query_params.get("after")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) < 16):
+        raise invalid("after", "after is no number of an event; give that of the last one you had.")
+    return int(given)
+
+
+def json_response(value: object) -> Response:
+    """Return an answer of values that JSON need not know."""
+    return Response(to_json(to_plain(value)), media_type="application/json")
+
+
+def to_plain(value: object) -> Any:
+    """Return a value as JSON has it: objects of their fields, and `null` for numbers that are not finite."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {of.name: to_plain(getattr(value, of.name)) for of in fields(value)}
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[object, object]", value).items()
+        return {str(key): to_plain(entry) for key, entry in entries}
+    if isinstance(value, list | tuple):
+        return [to_plain(entry) for entry in cast("Sequence[object]", value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,137 @@
+"""Who may do what: keys of clients and operators, the machine itself, and the names of a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from starlette.types import Message
+
+from hotswap.door import ApiKey, create_app
+from hotswap.errors import ConfigError
+from hotswap.offline.virtual_time import virtual_time
+from tests.door.support import Caller, client_of
+from tests.runtime.support import Idle, sim_fleet
+
+CLIENT = ApiKey(secret="client-secret", models=("a",), priority=1, requests=1)
+OPERATOR = ApiKey(secret="operator-secret", admin=True)
+PATHS = ("/v1/models", "/admin/view", "/metrics", "/admin/events?after=x")
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+@pytest.mark.parametrize(
+    ("secret", "statuses"),
+    [
+        (None, [401, 401, 401, 401]),
+        ("wrong-secret", [401, 401, 401, 401]),
+        ("client-secret", [200, 403, 403, 403]),
+        ("operator-secret", [200, 200, 404, 400]),
+    ],
+)
+@virtual_time
+async def test_what_a_key_opens(secret: str | None, statuses: list[int]) -> None:
+    async with sim_fleet("a", "b", scheduler=Idle()) as fleet:
+        app = create_app(fleet, keys=(CLIENT, OPERATOR))
+        async with client_of(app) as client:
+            for headers in (bearer(secret), {"x-api-key": secret}) if secret else ({},):
+                found = [(await client.get(path, headers=headers)).status_code for path in PATHS]
+                assert found == statuses
+            for path in ("/live", "/health", "/ready"):
+                assert (await client.get(path)).status_code == 200
+
+
+@virtual_time
+async def test_a_key_uses_what_it_may() -> None:
+    async with sim_fleet("a", "b", scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        app = create_app(fleet, keys=(CLIENT,))
+        async with client_of(app, headers=bearer("client-secret")) as client:
+            assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["a"]
+
+            async def ask(**fields: Any) -> int:
+                body = {"model": "a", "prompt": [1], "temperature": 0, "max_tokens": 2, **fields}
+                return (await client.post("/v1/completions", json=body)).status_code
+
+            assert await ask(priority=1) == 200
+            assert await ask(priority=2) == 403
+            assert await ask(model="b") == 403
+            assert (await client.get("/v1/models/b")).status_code == 403
+            tokens = {"model": "b", "tokens": [1]}
+            assert (await client.post("/detokenize", json=tokens)).status_code == 403
+            # One request at a time.
+            found: list[int] = []
+
+            async def note() -> None:
+                found.append(await ask(max_tokens=50))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(note)
+                tasks.start_soon(note)
+            assert sorted(found) == [200, 429]
+            assert await ask() == 200
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 403)])
+@virtual_time
+async def test_without_a_key_operators_are_on_this_machine(address: str, status: int) -> None:
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        app, sent = create_app(fleet), list[Message]()
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/admin/view",
+            "query_string": b"",
+            "headers": [],
+            "client": (address, 5),
+        }
+        await app(scope, receive, send)
+        assert sent[0]["status"] == status
+
+
+@virtual_time
+async def test_a_server_answers_to_its_names_alone() -> None:
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        app = create_app(fleet, hosts=("localhost", "::1"))
+        async with client_of(app) as client:
+            for host, status in (("localhost:8000", 200), ("[::1]:80", 200), ("evil.example", 421)):
+                assert (await client.get("/v1/models", headers={"host": host})).status_code == status
+
+
+@virtual_time
+async def test_an_application_may_be_mounted_under_a_path() -> None:
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        app = Starlette(routes=[Mount("/llm", create_app(fleet, keys=(CLIENT, OPERATOR)))])
+        async with client_of(app) as client:
+            assert (await client.get("/llm/live")).status_code == 200
+            assert (await client.get("/llm/v1/models")).status_code == 401
+            assert (await client.get("/llm/admin/view", headers=bearer("client-secret"))).status_code == 403
+
+
+def test_a_secret_is_not_shown_and_not_short() -> None:
+    assert "client-secret" not in repr(CLIENT)
+    with pytest.raises(ConfigError, match="too short"):
+        ApiKey(secret="abc")
+
+
+@virtual_time
+async def test_a_key_is_needed_to_generate() -> None:
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        app = create_app(fleet, keys=(CLIENT,))
+        caller = Caller(app, "/v1/completions", {"model": "a", "prompt": [1]})
+        await caller()
+        assert caller.sent[0]["status"] == 401
+        assert not fleet.view().waiting
