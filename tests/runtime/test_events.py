@@ -25,8 +25,8 @@ async def test_a_swap_is_told_phase_by_phase() -> None:
         stream = fleet.events()
 
         async def read() -> None:
-            async for event in stream:
-                events.append(event)
+            while latest := await stream.take():
+                events.extend(latest)
 
         readers.start_soon(read)
         await anyio.wait_all_tasks_blocked()

@@ -114,7 +114,7 @@ async def in_a_fleet():
         engines=[SimEngine("e0")], store=SimStore({{"a": "1 MB"}}), models=[Model("a")],
         router=LeastLoadedRouter(), scheduler=WeightedLoadSwap(t1=0, t2=4, b=1, sigmas=0),
     ) as fleet:
-        async with fleet.stream("a", (1,), Sampling(max_tokens=100_000, ignore_eos=True)) as stream:
+        async with fleet.stream("a", (1,), Sampling(max_tokens=10_000, ignore_eos=True)) as stream:
             await anext(stream)
             await end()
 
