@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import anyio
-
 from hotswap import Fleet, ModelId, Sampling, StoreView
 from hotswap.abc import Channel, HostChunk, Manifest, Shard, WeightStore
 from hotswap.backends.nodes import LinkedStore
@@ -100,9 +98,6 @@ async def pair(*models: str, **settings: Any) -> AsyncGenerator[tuple[Fleet, Cou
     """A fleet of two engines that serve the first model: "e0" on the third node and "e1" on the second."""
     nodes = {node.name: node for node in await alive_nodes()}
     e0, e1 = engine_on(nodes["127.0.0.4"], "e0", **settings), engine_on(nodes["127.0.0.3"], "e1", **settings)
-    async with anyio.create_task_group() as tasks:  # both at once; a fleet starts one after the other
-        tasks.start_soon(e0.start)
-        tasks.start_soon(e1.start)
     async with sim_fleet(*models, engines=[e0, e1], scheduler=Idle()) as fleet:
         for engine in (e0, e1):
             await fleet.swap(engine.id, to=models[0])
