@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
+from hotswap.loop_time import current_time
 from hotswap.model import Adapter
 from hotswap.request import FinishReason, ModelId, Request
 from hotswap.runtime.lifecycle import (
@@ -158,7 +159,7 @@ class ActiveRequest:
 
     def begin_hop(self, instance: Instance) -> None:
         """Note a stay that begins."""
-        now_s = anyio.current_time()
+        now_s = current_time()
         self.hops.append(Hop(instance=instance.id, first_index=self.num_generated, since_s=now_s))
 
     def stay(self) -> tuple[int, float]:
@@ -166,7 +167,7 @@ class ActiveRequest:
         if not self.hops or self.instance is None or self.hops[-1].instance != self.instance.id:
             return 0, 0.0
         hop = self.hops[-1]
-        return self.num_generated - hop.first_index, anyio.current_time() - hop.since_s
+        return self.num_generated - hop.first_index, current_time() - hop.since_s
 
     def note_token(self) -> bool:
         """Note a token: a move that brought the request here has succeeded.
@@ -176,7 +177,7 @@ class ActiveRequest:
         if self.history is not NEW:
             self.history, _ = step(self.history, GotToken())
         if self.arrived is not None and self.next_instance is None and not self.arrived.is_set():
-            self.arrived_s = anyio.current_time()
+            self.arrived_s = current_time()
             self.arrived.set()
         samples, instance = self.samples, self.instance
         return bool(samples and instance and samples.got_token(self.request.id, instance.id))

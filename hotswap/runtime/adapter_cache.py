@@ -27,6 +27,7 @@ from hotswap.errors import (
     SourceChanged,
     StoreError,
 )
+from hotswap.loop_time import current_time
 from hotswap.model import Adapter
 from hotswap.request import AdapterId, RequestId
 from hotswap.runtime.adapter_files import AdapterFiles
@@ -274,7 +275,7 @@ class _AdapterCache:
     async def _load(
         self, adapter: Adapter, span: Span, *, patient: bool = True, pinning: bool = False
     ) -> None:
-        engine, started_s = self.instance.engine, anyio.current_time()
+        engine, started_s = self.instance.engine, current_time()
         assert isinstance(engine, SupportsAdapters), "no other is asked"
         attributes = {tm.INSTANCE: self.instance.id, tm.ADAPTER: adapter.version, tm.MODEL: adapter.model}
         self._refuse_if_gone(adapter)
@@ -282,7 +283,7 @@ class _AdapterCache:
             with self._telemetry.span(tm.SPAN_ADAPTER, attributes, parent=span) as load:
                 async with self._files.unchanged(adapter):
                     await engine.load_adapter(adapter)
-                seconds = anyio.current_time() - started_s
+                seconds = current_time() - started_s
                 load.set_attribute(tm.SECONDS, seconds)
             self._require_held(adapter)
         except OutOfMemory:

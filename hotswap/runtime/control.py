@@ -15,6 +15,7 @@ from hotswap import telemetry as tm
 from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
 from hotswap.checks import check_required_seconds
 from hotswap.errors import ConfigError, HotswapError, InstanceError
+from hotswap.loop_time import current_time
 from hotswap.request import ModelId
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.change import Change
@@ -99,7 +100,7 @@ class Control:
         retry_s = math.inf
         with self._forgiving("The fleet could not be looked at"):
             retry_s = min((instance.next_try_s() for instance in self._state.troubled()), default=math.inf)
-        return min(self._interval_s, retry_s - anyio.current_time())
+        return min(self._interval_s, retry_s - current_time())
 
     def _unload_unknown(self, tasks: TaskGroup) -> None:
         """Unload models that are not the fleet's: an engine elsewhere may have kept one of another fleet."""
@@ -232,7 +233,7 @@ class Control:
 
     def _tell_unserved(self) -> None:
         """Warn, once for each time, of a model whose requests wait though no instance turns to it."""
-        now_s, unserved = anyio.current_time(), dict[ModelId, float]()
+        now_s, unserved = current_time(), dict[ModelId, float]()
         for model in self._state.queue.models:
             since_s = self._state.unserved_since_s(model)
             if since_s is None:

@@ -31,6 +31,7 @@ from hotswap.checks import (
 )
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
+from hotswap.loop_time import current_time
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model, ModelCard
 from hotswap.request import ModelId, Request, RequestId
@@ -235,7 +236,7 @@ class Core(AsyncContextManagerMixin):
         operation = tm.CHAT if isinstance(prompt, Chat) else tm.COMPLETION
         try:
             self.closing.check_admits()
-            arrived_s = anyio.current_time()
+            arrived_s = current_time()
             check_priority(InvalidRequest, priority)
             check_seconds(InvalidRequest, deadline_s=deadline_s)
             check_strings(InvalidRequest, model=model, adapter="" if adapter is None else adapter)

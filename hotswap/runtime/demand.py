@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp2
 
-import anyio
-
+from hotswap.loop_time import current_time
 from hotswap.model import Adapter
 
 __all__ = ["Asked", "Demand"]
@@ -39,7 +38,7 @@ class Demand:
 
     def ask(self, adapter: Adapter) -> None:
         """Count a request that has just come."""
-        now_s, key = anyio.current_time(), (adapter.model, adapter.id)
+        now_s, key = current_time(), (adapter.model, adapter.id)
         before = self._asked.get(key)
         if before is None:
             self._asked[key] = Asked(1.0, now_s)

@@ -8,6 +8,7 @@ import anyio
 
 from hotswap.action import DrainRecord, MigrationMethod
 from hotswap.errors import InstanceError
+from hotswap.loop_time import current_time
 from hotswap.request import RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.admission import Admission
@@ -49,7 +50,7 @@ class Drain:
         Requests move as soon as another instance has room, as many at a time as the limits of moves allow.
         After `deadline_s` seconds those that are left are interrupted, and wait for a place like others.
         """
-        started_s = anyio.current_time()
+        started_s = current_time()
         with anyio.move_on_after(math.inf if deadline_s is None else deadline_s):
             async with anyio.create_task_group() as tasks:
                 while self._is_under_way:
@@ -71,7 +72,7 @@ class Drain:
             instance=self._instance.id,
             reason=self._reason,
             started_s=started_s,
-            seconds=anyio.current_time() - started_s,
+            seconds=current_time() - started_s,
             num_moved=self._num_moved,
             num_evicted=len(self._interrupted),
             num_finished=sum(map(self._finished_here, self._seen.values())),

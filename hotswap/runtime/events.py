@@ -11,6 +11,7 @@ from hotswap.action import DrainRecord, MigrationRecord, SwapRecord
 from hotswap.checks import check_counts
 from hotswap.errors import ConfigError
 from hotswap.event import EventKind, FleetEvent
+from hotswap.loop_time import current_time
 from hotswap.phase_view import PhaseView
 from hotswap.request import AdapterId, ModelId
 from hotswap.runtime.lifetime import Lifetime
@@ -68,7 +69,7 @@ class EventLog:
         self._events.append(
             FleetEvent(
                 number=self.last,
-                at_s=anyio.current_time(),
+                at_s=current_time(),
                 kind=kind,
                 instance=instance,
                 model=model,
@@ -85,7 +86,7 @@ class EventLog:
         before_first = self.last - len(self._events)
         if before_first <= number <= self.last:
             return list(islice(self._events, number - before_first, None))
-        gap = FleetEvent(number=before_first, at_s=anyio.current_time(), kind="gap")
+        gap = FleetEvent(number=before_first, at_s=current_time(), kind="gap")
         return [gap, *self._events]
 
     async def next(self, number: int) -> list[FleetEvent]:

@@ -11,6 +11,7 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.errors import DeadlineExceeded, FleetClosed, HotswapError, InstanceError, InstanceLost
+from hotswap.loop_time import current_time
 from hotswap.model import Adapter
 from hotswap.request import FinishReason, Request, ScoredPrompt, Token
 from hotswap.runtime.active import ActiveRequest, Hop
@@ -86,7 +87,7 @@ class ClientRequest(ActiveRequest):
         """Bracket a stay on an instance, which `interrupt` ends."""
         self.begin_hop(instance)
         if self.queue_s is None:
-            self.queue_s = anyio.current_time() - self.request.arrived_s
+            self.queue_s = current_time() - self.request.arrived_s
         with anyio.CancelScope() as self._hop_scope:
             yield self._hop_scope
 
@@ -107,7 +108,7 @@ class ClientRequest(ActiveRequest):
             )
         self._given.append(token.id)
         if self.ttft_s is None:
-            self.ttft_s = anyio.current_time() - self.request.arrived_s
+            self.ttft_s = current_time() - self.request.arrived_s
         text, finish = "", token.finish_reason
         if finish == "stop":
             self.matched_stop = token.id
@@ -160,7 +161,7 @@ class ClientRequest(ActiveRequest):
             log.exception("The end of request %r was not recorded.", self.request.id)
 
     def _measure(self) -> None:
-        telemetry, request_s = self._telemetry, anyio.current_time() - self.request.arrived_s
+        telemetry, request_s = self._telemetry, current_time() - self.request.arrived_s
         labels = {tm.OPERATION: self._operation, tm.PROVIDER: "hotswap", tm.MODEL: self.request.model}
         ended = {} if self._error is None else {tm.ERROR_TYPE: type(self._error).__name__}
         outcome = self.finish_reason or ("left" if self._error is None else "error")
@@ -321,7 +322,7 @@ class Flow:
         finally:
             if (unused := request.take_next()) is not None:
                 self.state.release(request.request, unused)
-            if request.scope.cancelled_caught and anyio.current_time() >= request.deadline_at_s:
+            if request.scope.cancelled_caught and current_time() >= request.deadline_at_s:
                 request.fail(
                     DeadlineExceeded(
                         f"Request {request.request.id!r} passed its deadline; allow it more time."

@@ -173,6 +173,8 @@ class Index:
     def has_open(self, model: ModelId, *, adapters: bool = False) -> bool:
         """Return whether an instance takes a request of the model now, if need be with an adapter."""
         group = self._group(model, adapters)
+        if not group.counts_changed:
+            return bool(group.open)
         return not group.open <= group.counts_changed or bool(self._renewed(model, adapters).open)
 
     def all_adapt(self, model: ModelId) -> bool:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-import anyio
-
 from hotswap.checks import shown
 from hotswap.engine import (
     Engine,
@@ -21,6 +19,7 @@ from hotswap.engine import (
     WrapperEngine,
 )
 from hotswap.errors import InstanceError, UnsupportedModel
+from hotswap.loop_time import current_time
 from hotswap.model import ModelCard
 from hotswap.phase_view import PhaseView
 from hotswap.request import ModelId
@@ -208,11 +207,11 @@ class Instance:
         """Whether a model that failed to load here may be tried again; `None` stands for a restart."""
         if (model is None and self.gone_for_good) or model in self.refused:
             return False
-        return anyio.current_time() >= self.cooldowns.get(model, Cooldown()).until_s
+        return current_time() >= self.cooldowns.get(model, Cooldown()).until_s
 
     def next_try_s(self) -> float:
         """The loop time at which the next of its pauses ends; infinite if there is none."""
-        now_s = anyio.current_time()
+        now_s = current_time()
         later = (c.until_s for c in self.cooldowns.values() if c.until_s > now_s)
         return min(later, default=math.inf)
 

@@ -22,6 +22,7 @@ from hotswap import telemetry as tm
 from hotswap.action import MigrationMethod
 from hotswap.checks import check_counts, check_positive_seconds
 from hotswap.errors import ConfigError, MigrationAborted, RequestEvicted
+from hotswap.loop_time import current_time
 from hotswap.migration import KVSink, KVSource, SupportsMigration
 from hotswap.request import Request, RequestId
 from hotswap.runtime.active import ActiveRequest
@@ -139,7 +140,7 @@ class Move:
                 await self._prefill_in_rounds()
                 self.stage = "hand over"
                 self._require_here()
-                self.stopped_s, self.num_tokens = anyio.current_time(), self.active.remaining.num_tokens
+                self.stopped_s, self.num_tokens = current_time(), self.active.remaining.num_tokens
                 self._redirect()
                 self.active.interrupt()
             await self._arrive()
@@ -201,7 +202,7 @@ class Move:
         with self._timed("stop"):
             self._require_here()
             stopped = await source.stop_for(sink, num_copied)
-            self.stopped_s = anyio.current_time() - stopped.ago_s
+            self.stopped_s = current_time() - stopped.ago_s
             self.num_tokens = len(stopped.tokens)
         with self._timed("last copy"):
             await sink.reserve(stopped.num_computed)

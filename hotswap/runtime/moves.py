@@ -8,12 +8,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import anyio
 from opentelemetry.trace import format_trace_id
 
 from hotswap import telemetry as tm
 from hotswap.action import MigrationMethod, MigrationOutcome, MigrationRecord
 from hotswap.errors import HotswapError, MigrationAborted
+from hotswap.loop_time import current_time
 from hotswap.migration import MoveChoice, Mover, MoveView, SupportsMigration
 from hotswap.request import Request
 from hotswap.runtime.active import ActiveRequest
@@ -109,7 +109,7 @@ class Moves:
             telemetry=self._telemetry,
             span=span,
         )
-        started_s = anyio.current_time()
+        started_s = current_time()
         outcome: MigrationOutcome = "cancelled"
         error: BaseException | None = None
         try:
@@ -262,7 +262,7 @@ def _record(
         outcome=outcome,
         reason=reason,
         started_s=started_s,
-        seconds=anyio.current_time() - started_s,
+        seconds=current_time() - started_s,
         downtime_s=move.downtime_s,
         num_tokens=move.num_tokens,
         num_stages=move.num_stages,

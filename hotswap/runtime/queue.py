@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeAlias
 
-import anyio
-
+from hotswap.loop_time import current_time
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.instance import Instance
@@ -145,7 +144,7 @@ class Queue:
         """
         self._num_tickets += 1
         order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
-        ticket = Ticket(order, request, answered, anyio.current_time(), standing, active=active)
+        ticket = Ticket(order, request, answered, current_time(), standing, active=active)
         self._append(ticket)
         return ticket
 

@@ -12,7 +12,7 @@ from hotswap.action import SwapRecord
 from hotswap.checks import check_strings
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, SwapRefused
-from hotswap.event import EventKind
+from hotswap.loop_time import current_time
 from hotswap.phase_view import PhaseView
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
@@ -173,15 +173,15 @@ class FleetState(Registry):
     def unclaim(self, instance: Instance) -> None:
         """Give an instance back after its swap."""
         instance.swapping, instance.target, instance.phase = False, None, None
-        instance.swapped_s = anyio.current_time()
+        instance.swapped_s = current_time()
         self._note(instance)
 
     def begin_phase(self, instance: Instance, name: str, total_bytes: int) -> None:
         """Note the phase of its swap that an instance is in from now on."""
         loaded = 0 if instance.phase is None else instance.phase.loaded_bytes
-        now_s = anyio.current_time()
+        now_s = current_time()
         instance.phase = PhaseView(name=name, since_s=now_s, loaded_bytes=loaded, total_bytes=total_bytes)
-        self._note_phase(instance, "swap_phase")
+        self.events.note("swap_phase", instance=instance.id, model=instance.target, phase=instance.phase)
         self._note(instance)
 
     def note_loaded(self, instance: Instance, num_bytes: int) -> None:
@@ -190,10 +190,9 @@ class FleetState(Registry):
             instance.phase = replace(phase, loaded_bytes=num_bytes)
             self._progressed[instance.id] = instance
             if self.events.is_awaited:  # it says nothing to those that come later
-                self._note_phase(instance, "swap_progress")
-
-    def _note_phase(self, instance: Instance, kind: EventKind) -> None:
-        self.events.note(kind, instance=instance.id, model=instance.target, phase=instance.phase)
+                self.events.note(
+                    "swap_progress", instance=instance.id, model=instance.target, phase=instance.phase
+                )
 
     def set_serving_since(self, instance: Instance, since_s: float | None) -> None:
         """Note when an instance's model became ready; `None` when it has none any more."""
@@ -237,7 +236,7 @@ class FleetState(Registry):
         """Note what a swap did to the models, and how long it took."""
         self.times.learn_swap(record)
         if record.model_before is not None and record.model_after != record.model_before:
-            self._last_evicted_s[record.model_before] = anyio.current_time()
+            self._last_evicted_s[record.model_before] = current_time()
 
     def succeeded(self, instance: Instance, model: ModelId | None) -> None:
         """Forget that a model failed on an instance; `None` stands for an unload or a restart."""
@@ -254,7 +253,7 @@ class FleetState(Registry):
         """
         failures = instance.cooldowns.get(model, Cooldown()).num_failures + 1
         pause_s = doubled(FIRST_PAUSE_S, failures - 1, LONGEST_PAUSE_S)
-        instance.cooldowns[model] = Cooldown(failures, anyio.current_time() + pause_s)
+        instance.cooldowns[model] = Cooldown(failures, current_time() + pause_s)
         if model is None and failures >= MAX_RESTARTS:
             instance.gone_for_good = True
         elif model is not None:
@@ -342,7 +341,7 @@ class FleetState(Registry):
         """Note a token of a request that runs; a suspect is none any more."""
         if (instance := request.instance) is not None and request.request.id in instance.turn.opening:
             tokens = instance.turn.got_token(request.request.id)
-            self.times.learn_turn(tokens, anyio.current_time() - (instance.serving_since_s or 0.0))
+            self.times.learn_turn(tokens, current_time() - (instance.serving_since_s or 0.0))
             self.index.counts_changed(instance.id)
         if request.note_token():
             self.tell(Change.RELEASED)
@@ -371,7 +370,7 @@ class FleetState(Registry):
     def _count(self, request: Request, instance: Instance, number: int) -> float:
         instance.num_requests += number
         instance.num_high_priority += number * (request.priority > 0)
-        now_s = instance.last_used_s = anyio.current_time()
+        now_s = instance.last_used_s = current_time()
         if instance.id in self.instances:
             self.index.counts_changed(instance.id)
         self.num_running[request.model] += number

@@ -10,7 +10,6 @@ beside the old model is no failure: the load then comes after the unload.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator
@@ -25,6 +24,7 @@ from hotswap.action import PhaseRecord, SwapOutcome, SwapRecord
 from hotswap.checks import check_positive_seconds
 from hotswap.engine import Engine, SupportsPreload
 from hotswap.errors import ConfigError, HotswapError, InstanceError, InstanceLost, OutOfMemory, SwapFailed
+from hotswap.loop_time import current_time
 from hotswap.metered_store import MeteredStore
 from hotswap.model import ModelCard
 from hotswap.request import ModelId
@@ -100,7 +100,7 @@ class SwapJob:
         Raises:
             SwapFailed: a phase failed or ran out of time; its cause is chained.
         """
-        started_s = anyio.current_time()
+        started_s = current_time()
         span = self.telemetry.start(tm.SPAN_SWAP, self._attributes())
         outcome: SwapOutcome = "cancelled"
         error: BaseException | None = None
@@ -159,7 +159,7 @@ class SwapJob:
 
     async def _empty(self, engine: Engine, span: Span) -> None:
         """Evict and unload; once requests are gone, a cancellation waits until the instance is EMPTY."""
-        self._down_since_s = anyio.current_time()
+        self._down_since_s = current_time()
         self.instance.end_first_token(self.telemetry)
         if self.instance.status().state is InstanceState.SERVING:
             async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
@@ -198,7 +198,7 @@ class SwapJob:
         """Bracket a phase by its span, its time limit and its record."""
         self._phase = name
         self._state.begin_phase(self.instance, name, self._total_bytes)
-        started_s, read_bytes = anyio.current_time(), self._store.num_bytes
+        started_s, read_bytes = current_time(), self._store.num_bytes
         try:
             with self.telemetry.span(tm.SPAN_PHASE.format(name), parent=span) as phase:
                 try:
@@ -207,10 +207,10 @@ class SwapJob:
                     if limit.cancelled_caught:
                         raise TimeoutError(f"{name} took longer than its limit of {limit_s:g} s.")
                 finally:
-                    phase.set_attribute(tm.SECONDS, anyio.current_time() - started_s)
+                    phase.set_attribute(tm.SECONDS, current_time() - started_s)
                     self._describe(phase, name, self._store.num_bytes - read_bytes)
         finally:
-            seconds = anyio.current_time() - started_s
+            seconds = current_time() - started_s
             self._phases.append(PhaseRecord(name=name, started_s=started_s, seconds=seconds))
 
     def _describe(self, phase: Span, name: str, read_bytes: int) -> None:
@@ -234,7 +234,7 @@ class SwapJob:
     def _write(
         self, started_s: float, outcome: SwapOutcome, error: BaseException | None, span: Span
     ) -> SwapRecord:
-        now_s = anyio.current_time()
+        now_s = current_time()
         after = self.instance.status()
         if outcome == "done" and self.model is not None:
             self._state.set_serving_since(self.instance, now_s)
@@ -296,10 +296,9 @@ class _LoadProgress:
     def __init__(self, state: FleetState, instance: Instance) -> None:
         self._state, self._instance = state, instance
         self._next_s = -math.inf
-        self._clock = asyncio.get_running_loop().time  # it is asked at every chunk
 
     def bytes_read(self, num_bytes: int) -> None:
-        now_s = self._clock()
+        now_s = current_time()
         if now_s >= self._next_s:
             self._next_s = now_s + PROGRESS_S
             self._state.note_loaded(self._instance, num_bytes)

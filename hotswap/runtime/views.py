@@ -11,8 +11,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import anyio
-
+from hotswap.loop_time import current_time
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import ModelId
 from hotswap.runtime.active import ActiveRequest
@@ -112,7 +111,7 @@ class LiveView(FleetView):
 
     @cached_property
     def now_s(self) -> float:
-        return anyio.current_time()
+        return current_time()
 
     @cached_property
     def instances(self) -> tuple[InstanceView, ...]:

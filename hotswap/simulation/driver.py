@@ -18,6 +18,7 @@ from opentelemetry.metrics import NoOpMeterProvider
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import HotswapError
+from hotswap.loop_time import current_time
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
 from hotswap.request import RequestId
@@ -149,7 +150,7 @@ class TraceDriver(ABC):
                 output_tokens=num_tokens,
                 arrived_s=request.arrive_s,
                 first_s=first_s,
-                ended_s=anyio.current_time(),
+                ended_s=current_time(),
                 num_hops=num_hops,
                 num_stalls=num_stalls,
                 error="" if error is None else type(error).__name__,
@@ -167,7 +168,7 @@ class TraceDriver(ABC):
         every_s = max(least_s, self._trace.seconds / _MOST_SAMPLES)
         for number in itertools.count():
             await anyio.sleep_until(number * every_s)
-            now_s = anyio.current_time()
+            now_s = current_time()
             self.samples += [_sample(engine, now_s) for engine in engines]
 
     async def _lose(self, engines: Mapping[str, SimEngine]) -> None:
@@ -198,7 +199,7 @@ class ClientDriver(TraceDriver):
                 self._numbers[stream.request.id] = number
                 async for _ in stream:
                     num_tokens += 1
-                    first_s = anyio.current_time() if first_s is None else first_s
+                    first_s = current_time() if first_s is None else first_s
                 num_hops, num_stalls = stream.num_hops, stream.num_stalls
         except HotswapError as exc:
             failed = exc

@@ -12,6 +12,7 @@ from hotswap.backends.sim.batcher import Batcher
 from hotswap.backends.sim.sequence import Sequence as Running
 from hotswap.errors import MigrationAborted
 from hotswap.hardware import DeviceProfile
+from hotswap.loop_time import current_time
 from hotswap.migration import KVLayout, KVPages, KVSink, KVSource, Stopped
 from hotswap.model import ModelCard
 from hotswap.request import Request, RequestId
@@ -176,7 +177,7 @@ class SimKVSink(KVSink):
         self._handover_s = context.profile.handover_s
         self._num_blocks = self._num_tokens = 0
         self._closed = False
-        self._called_s = anyio.current_time()
+        self._called_s = current_time()
 
     async def reserve(self, num_tokens: int) -> None:
         await checkpoint()
@@ -219,11 +220,11 @@ class SimKVSink(KVSink):
 
     def _renew(self) -> None:
         self._check()
-        if anyio.current_time() - self._called_s > LAPSE_S:
+        if current_time() - self._called_s > LAPSE_S:
             self.close()
         if self._closed:
             raise aborted("copy", f"its destination got no call for {LAPSE_S:g} s")
-        self._called_s = anyio.current_time()
+        self._called_s = current_time()
 
 
 def aborted(stage: str, because: str) -> MigrationAborted:

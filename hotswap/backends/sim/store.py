@@ -16,6 +16,7 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.sim.content import SimContent
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
+from hotswap.loop_time import current_time
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
@@ -308,7 +309,7 @@ class _Link:
         if not self._shared:
             await anyio.sleep(seconds)
             return
-        self._free_s = max(self._free_s, anyio.current_time()) + seconds
+        self._free_s = max(self._free_s, current_time()) + seconds
         await anyio.sleep_until(self._free_s)
 
 

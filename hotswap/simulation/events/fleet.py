@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import anyio
-
+from hotswap.loop_time import current_time
 from hotswap.request import ModelId
 from hotswap.runtime.core import Core
 from hotswap.sampling import Sampling
@@ -35,7 +34,7 @@ class EventFleet(Core):
         The listener knows it by its `number`; other arguments, and errors, are those of `Fleet.stream`.
         """
         self.lifetime.check_open()
-        now_s = anyio.current_time()
+        now_s = current_time()
         new = self.new_request(
             ModelId(model), prompt, sampling, adapter=adapter, priority=priority, arrived_s=now_s
         )
