@@ -37,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test vllm-test ray-test gpu-test bench bench-env vllm-env vllm-sources ray-env check check-style check-mypy check-pyright public-types format wheel clean
+.PHONY: help venv demo serve test vllm-test ray-test gpu-test bench bench-env vllm-env vllm-sources ray-env check check-style check-mypy check-pyright public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -47,6 +47,9 @@ venv: $(READY)  ## make .venv, as everything else does first
 
 demo: $(READY)  ## serve three models on two engines and watch them swap
 	@$(BIN)/python -m examples.demo $(ARGS)
+
+serve: $(READY)  ## serve the demo's models over HTTP, for curl and OpenAI's clients, until Ctrl-C
+	@$(BIN)/python -m examples.demo.serve $(ARGS)
 
 test: $(READY)  ## run every test that needs no GPU
 	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)

@@ -1,4 +1,4 @@
-"""The command line: manage stores, check which models can be served, and simulate.
+"""The command line: serve, manage stores, check which models can be served, and simulate.
 
 Results go to standard output, as a table or with `--json` as one object; progress and errors go to standard
 error, progress on a terminal only. The exit status is 0 on success, 1 for a damaged model or one that cannot
@@ -13,13 +13,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hotswap.commands.arguments import add_fit, add_least, add_plan, add_simulate
+from hotswap.commands.arguments import (
+    add_config_check,
+    add_fit,
+    add_least,
+    add_nothing,
+    add_plan,
+    add_serve,
+    add_simulate,
+)
 from hotswap.commands.progress import progress_bar
+from hotswap.commands.table import table, to_size, to_time
 from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
@@ -72,18 +80,22 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="COMMAND"
     )
     _add_check(models.add_parser("check", help="say whether a TorchEngine serves a model exactly"))
-    simulate = commands.add_parser("simulate", help="replay a trace on a simulated fleet")
-    add_simulate(simulate)
-    simulate.set_defaults(command=_simulate)
-    least = commands.add_parser("least", help="search for the fewest engines that meet a target")
-    add_least(least)
-    least.set_defaults(command=_least)
-    plan = commands.add_parser("plan", help="repeat one decision of a scheduler, and explain it")
-    add_plan(plan)
-    plan.set_defaults(command=_plan)
-    fit = commands.add_parser("fit", help="measure an engine, and write a profile for simulations of it")
-    add_fit(fit)
-    fit.set_defaults(command=_fit)
+    config = commands.add_parser("config", help="ask about files that describe fleets").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    larger = (
+        (commands, "serve", add_serve, _serve, "serve models over HTTP, by OpenAI's endpoints"),
+        (config, "check", add_config_check, _config_check, "say whether a file can be served"),
+        (config, "schema", add_nothing, _config_schema, "print the JSON schema of such files, for editors"),
+        (commands, "simulate", add_simulate, _simulate, "replay a trace on a simulated fleet"),
+        (commands, "least", add_least, _least, "search for the fewest engines that meet a target"),
+        (commands, "plan", add_plan, _plan, "repeat one decision of a scheduler, and explain it"),
+        (commands, "fit", add_fit, _fit, "measure an engine, and write a profile for simulations of it"),
+    )
+    for group, name, add_arguments, command, text in larger:
+        made = group.add_parser(name, help=text)
+        add_arguments(made)
+        made.set_defaults(command=command)
     return parser
 
 
@@ -143,6 +155,27 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 # --------------------------------------------------------------------------------------------- commands
 
 
+def _serve(arguments: argparse.Namespace) -> int:
+    from hotswap.commands.serve import serve
+
+    serve(arguments)
+    return OK
+
+
+def _config_check(arguments: argparse.Namespace) -> int:
+    from hotswap.config import build, read_config
+
+    print(f"{arguments.file}: {build(read_config(arguments.file)).fleet!r}")
+    return OK
+
+
+def _config_schema(_: argparse.Namespace) -> int:
+    from hotswap.config import schema
+
+    print(json.dumps(schema(), indent=2))
+    return OK
+
+
 def _simulate(arguments: argparse.Namespace) -> int:
     from hotswap.commands.simulate import COLUMNS, COUNTS, simulate_all
 
@@ -152,7 +185,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         report, rows = simulate_all(
             arguments, lambda name: bars.enter_context(progress_bar(f"Simulating {name}", unit="requests"))
         )
-    _tell(arguments, report, _table(("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS))), rows))
+    _tell(arguments, report, table(("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS))), rows))
     return OK
 
 
@@ -160,7 +193,7 @@ def _least(arguments: argparse.Namespace) -> int:
     from hotswap.commands.least import COLUMNS, least_of_all
 
     report, rows = least_of_all(arguments)
-    _tell(arguments, report, _table(COLUMNS, rows))
+    _tell(arguments, report, table(COLUMNS, rows))
     return OK
 
 
@@ -215,7 +248,7 @@ def _add(arguments: argparse.Namespace) -> int:
         "quantization": manifest.quantization,
     }
     place = model_directory(arguments.root, manifest.model)
-    text = f"{model}: {_size(manifest.weight_bytes)} in {files} files at {place}"
+    text = f"{model}: {to_size(manifest.weight_bytes)} in {files} files at {place}"
     if arguments.quantize:
         text += f", as {manifest.quantization}" if manifest.quantization else ", with nothing to quantize"
     _tell(arguments, {"root": str(arguments.root), **added}, text)
@@ -230,16 +263,16 @@ def _ls(arguments: argparse.Namespace) -> int:
     rows = [
         (
             str(model["model"]),
-            _size(entry.size_bytes),
+            to_size(entry.size_bytes),
             str(model["world_size"] or "-"),
-            f"{_time(entry):%Y-%m-%d %H:%M}",
+            f"{to_time(entry.used_ns):%Y-%m-%d %H:%M}",
             "damaged" if model["error"] else "in use" if model["in_use"] else "idle",
             " ".join(str(model[key]) for key in ("architecture", "quantization") if model[key]) or "-",
         )
         for entry, model in zip(entries, models, strict=True)
     ]
-    table = _table(("MODEL", "SIZE", "RANKS", "LAST USED (UTC)", "STATE", "ARCHITECTURE"), rows)
-    text = f"{table}\n{len(rows)} models, {_size(used_bytes)}" if rows else "No models."
+    listed = table(("MODEL", "SIZE", "RANKS", "LAST USED (UTC)", "STATE", "ARCHITECTURE"), rows)
+    text = f"{listed}\n{len(rows)} models, {to_size(used_bytes)}" if rows else "No models."
     _tell(arguments, {"root": str(arguments.root), "used_bytes": used_bytes, "models": models}, text)
     return _report_damaged(models)
 
@@ -250,7 +283,7 @@ def _describe(directory: DiskDirectory, entry: StoredModel) -> dict[str, object]
     described: dict[str, object] = {
         "model": entry.model,
         "bytes": entry.size_bytes,
-        "last_used": _time(entry).isoformat(timespec="seconds"),
+        "last_used": to_time(entry.used_ns).isoformat(timespec="seconds"),
         "in_use": directory.in_use(entry.model),
         "files": None,
         "world_size": None,
@@ -279,10 +312,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise ShardMissing(f"The store at {str(arguments.root)!r} holds no model {arguments.model!r}.")
     models = [_check(arguments.root, entry) for entry in entries]
     rows = [
-        (str(model["model"]), _size(entry.size_bytes), "damaged" if model["error"] else "whole")
+        (str(model["model"]), to_size(entry.size_bytes), "damaged" if model["error"] else "whole")
         for entry, model in zip(entries, models, strict=True)
     ]
-    text = _table(("MODEL", "SIZE", "STATE"), rows) if rows else "No models."
+    text = table(("MODEL", "SIZE", "STATE"), rows) if rows else "No models."
     _tell(arguments, {"root": str(arguments.root), "models": models}, text)
     return _report_damaged(models)
 
@@ -302,7 +335,7 @@ def _check(root: Path, entry: StoredModel) -> dict[str, object]:
 def _rm(arguments: argparse.Namespace) -> int:
     freed = _directory(arguments.root).remove(ModelId(arguments.model))
     removed = {"root": str(arguments.root), "model": arguments.model, "freed_bytes": freed}
-    _tell(arguments, removed, f"{arguments.model}: removed, {_size(freed)} freed")
+    _tell(arguments, removed, f"{arguments.model}: removed, {to_size(freed)} freed")
     return OK
 
 
@@ -315,7 +348,7 @@ def _clear(arguments: argparse.Namespace) -> int:
         raise ShardMissing(f"There is no shared memory at {str(arguments.root)!r}.")
     freed, kept = anyio.run(clear, arguments.root)
     cleared = {"root": str(arguments.root), "freed_bytes": freed, "kept_bytes": kept}
-    _tell(arguments, cleared, f"{_size(freed)} freed, {_size(kept)} in use")
+    _tell(arguments, cleared, f"{to_size(freed)} freed, {to_size(kept)} in use")
     return OK
 
 
@@ -382,10 +415,10 @@ def _bench_text(result: Bench) -> str:
         (one.name, f"{one.bytes_per_s / 1e9:.2f}", f"{one.ratio_to_raw:.2f}", f"{min(one.seconds):.3f}")
         for one in result.methods
     ]
-    title = f"{result.model}: {_size(result.size_bytes)}, medians of {len(result.methods[0].seconds)} reads"
+    title = f"{result.model}: {to_size(result.size_bytes)}, medians of {len(result.methods[0].seconds)} reads"
     if not result.direct:
         title += "; the file system refuses direct reads, so all of them went through the page cache"
-    return f"{title}\n{_table(('METHOD', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
+    return f"{title}\n{table(('METHOD', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
 
 
 # ------------------------------------------------------------------------------------------------ output
@@ -409,29 +442,6 @@ def _report_damaged(models: Sequence[Mapping[str, object]]) -> int:
     for model in damaged:
         print(f"hotswap: {model['error']}", file=sys.stderr)
     return DAMAGED if damaged else OK
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (heads, *rows)
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _time(entry: StoredModel) -> datetime:
-    return datetime.fromtimestamp(entry.used_ns / 1e9, UTC)
-
-
-def _size(size_bytes: int) -> str:
-    """A size in binary units, for people."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 if __name__ == "__main__":

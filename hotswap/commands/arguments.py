@@ -1,11 +1,50 @@
-"""What `hotswap simulate`, `least`, `plan` and `fit` are told, and nothing that takes time to load."""
+"""What `hotswap serve` and the other larger commands are told, and nothing that takes time to load."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-__all__ = ["add_fit", "add_least", "add_plan", "add_simulate"]
+__all__ = [
+    "add_config_check",
+    "add_fit",
+    "add_least",
+    "add_nothing",
+    "add_plan",
+    "add_serve",
+    "add_simulate",
+]
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `hotswap serve`."""
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a file that describes a fleet (fleet.toml), or models: directories, GGUF files, or org/name of "
+        "the Hugging Face Hub",
+    )
+    parser.add_argument("--host", help="the address to listen on (default: that of the file, or 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="the port (default: that of the file, or 8000)")
+    parser.add_argument(
+        "--engines", type=int, help="how many, of models alone (default: one for each GPU, or one)"
+    )
+    parser.add_argument("--store", type=Path, help="where converted models are kept, of models alone")
+    parser.add_argument(
+        "--host-memory",
+        default="4 GiB",
+        help="for weights, of models alone (default: %(default)s)",
+    )
+
+
+def add_config_check(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `hotswap config check`."""
+    parser.add_argument("file", type=Path, help="a file that describes a fleet")
+
+
+def add_nothing(_: argparse.ArgumentParser) -> None:
+    """Give a parser no arguments."""
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:

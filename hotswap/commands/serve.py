@@ -1,0 +1,107 @@
+"""`hotswap serve`: a fleet and its door, from a file or from models, until a signal ends it in order."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import anyio
+
+from hotswap.config import FleetConfig, Serving, build, read_config
+from hotswap.config.schema import DoorConfig, EngineConfig, ModelConfig, StoreConfig
+from hotswap.door import listen
+from hotswap.errors import ConfigError
+
+__all__ = ["serve"]
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Serve what arguments name, until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: they name nothing that can be served.
+    """
+    sources: list[str] = arguments.sources
+    files = [source for source in sources if source.endswith(".toml")]
+    if files and len(sources) > 1:
+        raise ConfigError(f"{files[0]} describes a whole fleet; give it alone.")
+    config = read_config(Path(files[0])) if files else _of_models(arguments)
+    door = {name: value for name in ("host", "port") if (value := getattr(arguments, name)) is not None}
+    config = config.model_copy(update={"door": config.door.model_copy(update=door)})
+    options = {"use_uvloop": find_spec("uvloop") is not None}
+    anyio.run(_run, build(config), backend_options=options)
+
+
+def _of_models(arguments: argparse.Namespace) -> FleetConfig:
+    """Return a fleet of torch engines that serves models by their names."""
+    from hotswap.backends.hub import name_of
+
+    num_gpus = _num_gpus()
+    device = "cuda:{n}" if num_gpus else "cpu"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return FleetConfig(
+        engines=[
+            EngineConfig(kind="torch", count=arguments.engines or num_gpus or 1, options={"device": device})
+        ],
+        stores=[
+            StoreConfig(kind="pinned", budget=arguments.host_memory),
+            StoreConfig(kind="nvme", directory=str(arguments.store or cache / "hotswap")),
+        ],
+        models=[ModelConfig(id=name_of(source), source=source) for source in arguments.sources],
+        door=DoorConfig(),
+    )
+
+
+def _num_gpus() -> int:
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "Models are served by PyTorch, which is not installed: pip install 'hotswap[torch]'."
+        )
+    from importlib import import_module
+
+    return int(import_module("torch").cuda.device_count())
+
+
+async def _run(serving: Serving) -> None:
+    """Serve until a signal; then admit no more, let requests end, close, and stop; a second ends all."""
+    door, fleet = serving.door, serving.fleet
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with fleet:
+            for name, model in serving.aliases:
+                fleet.models.alias(name, model)
+            gc.collect()
+            gc.freeze()  # what is loaded by now is not looked at by every collection
+            async with listen(serving.app, host=door.host, port=door.port) as port:
+                _tell(_greeting(door, port, [model.id for model in fleet.models]))
+                await anext(signals)
+                _tell(f"Closing: requests under way have {door.grace_s:g} s.")
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_close, serving, tasks.cancel_scope)
+                    await anext(signals)
+                    tasks.cancel_scope.cancel()
+
+
+async def _close(serving: Serving, all_tasks: anyio.CancelScope) -> None:
+    left = await serving.fleet.close_gracefully(serving.door.grace_s)
+    _tell(f"Closed; {left} requests had not finished." if left else "Closed.")
+    all_tasks.cancel()
+
+
+def _greeting(door: DoorConfig, port: int, models: Sequence[str]) -> str:
+    url = f"http://{f'[{door.host}]' if ':' in door.host else door.host}:{port}"
+    return (
+        f"hotswap serves {', '.join(models)} at {url}/v1\n"
+        f"  curl {url}/v1/completions -H 'content-type: application/json' \\\n"
+        f"""    -d '{{"model": "{models[0]}", "prompt": "Once upon a time", "max_tokens": 40}}'"""
+    )
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,132 @@
+"""What a file may say: types are checked here, the rest by what values are given to."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "AdapterConfig",
+    "DoorConfig",
+    "EngineConfig",
+    "FleetConfig",
+    "KeyConfig",
+    "ModelConfig",
+    "PolicyConfig",
+    "StoreConfig",
+    "schema",
+]
+
+Options = dict[str, str | int | float | bool]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class EngineConfig(_Section):
+    """Engines of one kind, `[[engines]]`; `{n}` in `id` and `options` is the number of each, from 0."""
+
+    kind: Literal["torch", "vllm", "llamacpp", "sim"] | None = None
+    path: str | None = Field(default=None, description="module:Name of another engine")
+    id: str = "e{n}"
+    count: int = Field(default=1, ge=1)
+    options: Options = Field(default={}, description="arguments of the engine, by their names")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> EngineConfig:
+        if (self.kind is None) == (self.path is None):
+            raise ValueError("give kind or path, and not both")
+        if self.count > 1 and "{n}" not in self.id:
+            raise ValueError("several engines need an id with {n}, so that each has its own")
+        return self
+
+
+class StoreConfig(_Section):
+    """A tier of the store, `[[stores]]`, the fastest first."""
+
+    kind: Literal["pinned", "shared", "nvme", "remote", "sim"]
+    directory: str | None = None
+    budget: str | int | None = None
+    url: str | None = None
+    options: Options = Field(default={}, description="more arguments of the store, by their names")
+
+
+class ModelConfig(_Section):
+    """A model, `[[models]]`."""
+
+    id: str
+    source: str | None = None
+    aliases: list[str] = []
+    min_replicas: int = 0
+    weight: float = 1.0
+    max_context_tokens: int | None = None
+    on_change: Literal["refuse", "convert", "serve"] = "refuse"
+    layout: Literal["modules", "checkpoint"] | None = None
+    tool_format: Literal["hermes", "mistral", "none"] = "hermes"
+    reasoning_format: Literal["think", "none"] = "none"
+    sampling: dict[str, Any] = Field(default={}, description="fields of Sampling where a request gives none")
+    size: str | None = Field(default=None, description="of a simulated model alone: the bytes of its weights")
+
+
+class AdapterConfig(_Section):
+    """An adapter, `[[adapters]]`."""
+
+    id: str
+    model: str
+    source: str | None = None
+
+
+class PolicyConfig(_Section):
+    """How the fleet decides, `[policy]`; policies are written as in Python: `CostSwap()`."""
+
+    scheduler: str | None = None
+    router: str | None = None
+    interval_s: float = 1.0
+    max_waiting: int = 1024
+    max_load_attempts: int = 3
+
+
+class KeyConfig(_Section):
+    """A key, `[[door.keys]]`; its secret is `env:NAME` or `file:PATH`, so that the file has none."""
+
+    secret: str = Field(pattern=r"^(env|file):.+")
+    name: str = ""
+    admin: bool = False
+    models: list[str] | None = None
+    priority: int = 0
+    requests: int | None = None
+
+
+class DoorConfig(_Section):
+    """Where and for whom it listens, `[door]`."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    hosts: list[str] | None = None
+    keys: list[KeyConfig] = []
+    metrics: bool = True
+    body_bytes: int = 16 << 20
+    body_s: float = 30.0
+    request_s: float = 600.0
+    commit_after_s: float = 10.0
+    stream_interval_s: float = 0.0
+    choices: int = 128
+    grace_s: float = Field(default=30.0, ge=0, description="for requests under way, once it is told to end")
+
+
+class FleetConfig(_Section):
+    """A whole file."""
+
+    engines: list[EngineConfig] = Field(min_length=1)
+    stores: list[StoreConfig] = Field(min_length=1)
+    models: list[ModelConfig] = Field(min_length=1)
+    adapters: list[AdapterConfig] = []
+    policy: PolicyConfig = PolicyConfig()
+    door: DoorConfig = DoorConfig()
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a file, for editors."""
+    return FleetConfig.model_json_schema()
