@@ -235,3 +235,33 @@ async def test_texts_are_tokenized() -> None:
         assert text.json()["prompt"] == await fleet.models.decode("a", answer["tokens"])
         wrong = await client.post("/tokenize", json={"model": "a"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+
+
+@virtual_time
+async def test_a_stream_over_swaps_moves_and_losses_has_the_text_of_an_undisturbed_one() -> None:
+    engines = [engine_of("e0"), engine_of("e1")]
+    store = WithTokenizer(store_of("a", "b"))
+    async with sim_fleet("a", "b", engines=engines, store=store, scheduler=Idle()) as fleet:
+        for engine in engines:
+            await fleet.swap(engine.id, to="a")
+        long = asked(prompt=[1, 2, 3], max_tokens=400, ignore_eos=True, stream=True)
+        caller = Caller(create_app(fleet), COMPLETIONS, long)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(caller)
+            for disturb in ("move", "lose", "swap"):
+                await anyio.sleep(0.5)
+                (running,) = fleet.view().running
+                here = running.instance
+                other = "e1" if here == "e0" else "e0"
+                if disturb == "move":
+                    await fleet.migrate(running.id, to=other)
+                elif disturb == "lose":
+                    next(engine for engine in engines if engine.id == here).lose()
+                else:
+                    await fleet.swap(here, to="b")
+                    await fleet.swap(other, to="a")
+            await caller.ended.wait()
+        text = "".join(chunk["choices"][0]["text"] for chunk in events_of(caller.text))
+        right = await fleet.generate("a", (1, 2, 3), Sampling(max_tokens=400, ignore_eos=True))
+        assert text == right.text
+        assert len(right.tokens) == 400
