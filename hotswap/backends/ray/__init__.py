@@ -21,6 +21,7 @@ from hotswap.backends.ray.cluster import RayNode, own_address
 from hotswap.backends.ray.engine import RayEngine
 from hotswap.backends.ray.engines import EngineFleet, EngineSettings, NodeChange, RayEngines
 from hotswap.backends.ray.host import EngineMaker, StoreMaker
+from hotswap.backends.ray.stage import RayStage
 
 __all__ = [
     "EngineFleet",
@@ -30,6 +31,7 @@ __all__ = [
     "RayEngine",
     "RayEngines",
     "RayNode",
+    "RayStage",
     "StoreMaker",
     "own_address",
 ]

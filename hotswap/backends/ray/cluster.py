@@ -5,11 +5,15 @@ Calls that wait for Ray's head run in worker threads, so that an event loop neve
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, TypeAlias
 
+import anyio
+
+from hotswap.backends.transports.link_errors import ENDED
 from hotswap.errors import ConfigError
 from hotswap.worker_threads import run_in_thread
 
@@ -20,12 +24,16 @@ __all__ = [
     "actor_names",
     "alive_nodes",
     "check_connected",
+    "end_actor",
     "find_actor",
-    "kill",
+    "kill_actor",
     "make_actor",
     "on_node",
+    "other_nodes",
     "own_address",
     "reason_of",
+    "reason_of_loss",
+    "reason_of_silence",
 ]
 
 _ray: Any = import_module("ray")
@@ -36,7 +44,12 @@ Actor: TypeAlias = Any
 
 RayError: Final[type[Exception]] = _ray.exceptions.RayError
 
+log = logging.getLogger("hotswap")
+
 _MAX_REASON = 300
+# From the end of a link until Ray tells that the process has ended: if the link was closed by the process, as
+# its end does, and otherwise.
+_CLOSED_NOTICE_S, _NOTICE_S = 2.0, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +121,54 @@ async def actor_names(namespace: str) -> list[str]:
     return [str(each["name"]) for each in named if each["namespace"] == namespace]
 
 
-async def kill(actor: Actor) -> None:
-    """End an actor's process, if it has one; or have it never started."""
-    await run_in_thread(_ray.kill, actor)
+async def end_actor(actor: Actor, what: str, *, end_s: float) -> None:
+    """Have a `HostActor` end, and kill what has not ended after `end_s`."""
+    with anyio.move_on_after(end_s) as limit:
+        try:
+            await actor.stop.remote()
+        except RayError:
+            log.debug("The actor of %s has ended already.", what)
+    if limit.cancelled_caught:
+        log.warning("The actor of %s did not end in %g s and is killed.", what, end_s)
+    await kill_actor(actor, what)
+
+
+async def kill_actor(actor: Actor, what: str) -> None:
+    """End the process of an actor, or have it never started; not cancelled."""
+    with anyio.CancelScope(shield=True):
+        try:
+            await run_in_thread(_ray.kill, actor)
+        except RayError as exc:
+            log.warning("The actor of %s was not killed; %s.", what, reason_of(exc))
+
+
+async def reason_of_silence(actor: Actor, silence_s: float) -> str:
+    """Return why a `HostActor` cannot serve; "" if it answers within `silence_s`."""
+    with anyio.move_on_after(silence_s):
+        try:
+            address = await actor.address.remote()
+        except RayError as exc:
+            return reason_of(exc)
+        return f"it has ended: {address}".rstrip(".") if isinstance(address, str) else ""
+    return f"it did not answer a call of Ray within {silence_s:g} s"
+
+
+async def reason_of_loss(actor: Actor, silence_s: float, because: str) -> str:
+    """Return why the link to a `HostActor` has ended: what Ray knows, else `because`, as the link says."""
+    notice_s = _CLOSED_NOTICE_S if because.startswith(ENDED) else _NOTICE_S
+    with anyio.move_on_after(notice_s, shield=True):
+        return await reason_of_silence(actor, silence_s) or because
+    return because
 
 
 def own_address() -> str:
     """Return the address of the node on which this process is, the name of the node."""
     return str(_ray.util.get_node_ip_address())
+
+
+def other_nodes() -> dict[str, str]:
+    """Return the label selector of all nodes but the one on which this process is."""
+    return {"ray.io/node-id": f"!{_ray.get_runtime_context().get_node_id()}"}
 
 
 def reason_of(error: Exception) -> str:

@@ -11,27 +11,33 @@ from typing import Final, Self
 import anyio
 
 from hotswap.backends.ray.address import Address
-from hotswap.backends.ray.cluster import Actor, RayError, check_connected, kill, make_actor, reason_of
+from hotswap.backends.ray.cluster import (
+    Actor,
+    RayError,
+    check_connected,
+    end_actor,
+    kill_actor,
+    make_actor,
+    reason_of,
+    reason_of_loss,
+    reason_of_silence,
+)
 from hotswap.backends.ray.host import EngineActor, EngineMaker, ServedEngine, StoreMaker
 from hotswap.backends.remote import RemoteEngine
-from hotswap.backends.transports.link_errors import ENDED
 from hotswap.checks import check_callables, check_positive_seconds, check_strings
 from hotswap.errors import ConfigError, InstanceLost, MigrationAborted
 from hotswap.transport import Channel
 from hotswap.worker_threads import run_in_thread
 
-__all__ = ["NAMESPACE", "RayEngine"]
+__all__ = ["NAMESPACE", "OWN_OPTIONS", "RayEngine"]
 
 log = logging.getLogger("hotswap")
 
 NAMESPACE: Final = "hotswap"
 
 _LINK_S = 10.0  # to open a link to a host that is up
-# From the end of a link until Ray tells that the process has ended: if the link was closed by the process, as
-# its end does, and otherwise.
-_CLOSED_NOTICE_S, _NOTICE_S = 2.0, 0.1
 _MAX_CALLS = 1000
-_OWN_OPTIONS: Final = {
+OWN_OPTIONS: Final = {
     "get_if_exists", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name", "namespace",
 }  # fmt: skip
 
@@ -91,7 +97,7 @@ class RayEngine(RemoteEngine):
             id, self._open, epoch=epoch, silence_s=silence_s, start_s=start_s + silence_s + end_s + _LINK_S
         )
         self._options = dict(options or {})
-        if taken := sorted(_OWN_OPTIONS & self._options.keys()):
+        if taken := sorted(OWN_OPTIONS & self._options.keys()):
             raise ConfigError(f"options has {taken[0]!r}, which RayEngine sets itself; leave it out.")
         self._make_engine, self._make_store = make_engine, make_store
         self._detached, self._namespace = detached, namespace
@@ -144,17 +150,9 @@ class RayEngine(RemoteEngine):
 
     async def stop(self) -> None:
         """End the engine and its process, also those of a detached actor; without one it does nothing."""
-        actor = self._actor
-        if actor is None:
-            return
-        with anyio.move_on_after(self._end_s) as limit:
-            try:
-                await actor.stop.remote()
-            except RayError:
-                log.debug("The actor of engine %r has ended already.", self.id)
-        if limit.cancelled_caught:
-            log.warning("The actor of engine %r did not end in %g s and is killed.", self.id, self._end_s)
-        await self._kill()
+        if self._actor is not None:
+            await end_actor(self._actor, f"engine {self.id!r}", end_s=self._end_s)
+            self._actor = self._address = None
 
     async def open_channel(self) -> Channel:
         try:
@@ -220,31 +218,19 @@ class RayEngine(RemoteEngine):
     async def _kill(self) -> None:
         """End the process of the actor, if there is one."""
         actor, self._actor, self._address = self._actor, None, None
-        if actor is None:
-            return
-        with anyio.CancelScope(shield=True):
-            try:
-                await kill(actor)
-            except RayError as exc:
-                log.warning("The actor of engine %r was not killed; %s.", self.id, reason_of(exc))
+        if actor is not None:
+            await kill_actor(actor, f"engine {self.id!r}")
 
     async def _reason_of_silence(self) -> str:
         """Return why the actor cannot serve; "" if it answers."""
         if self._actor is None:
             return "it was stopped"
-        with anyio.move_on_after(self._silence_s):
-            try:
-                address = await self._actor.address.remote()
-            except RayError as exc:
-                return reason_of(exc)
-            return "" if isinstance(address, Address) else f"it has ended: {address}".rstrip(".")
-        return f"it did not answer a call of Ray within {self._silence_s:g} s"
+        return await reason_of_silence(self._actor, self._silence_s)
 
     async def _reason_of_loss(self, because: str) -> str:
-        notice_s = _CLOSED_NOTICE_S if because.startswith(ENDED) else _NOTICE_S
-        with anyio.move_on_after(notice_s, shield=True):
-            return await self._reason_of_silence() or because
-        return because
+        if self._actor is None:
+            return "it was stopped"
+        return await reason_of_loss(self._actor, self._silence_s, because)
 
     def _located(self) -> Address:
         if self._address is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from hotswap.errors import MigrationAborted
 from hotswap.store import WeightStore
 from hotswap.transport import Channel
 
-__all__ = ["EngineActor", "EngineMaker", "ServedEngine", "StoreMaker"]
+__all__ = ["EngineActor", "EngineMaker", "HostActor", "ServedEngine", "StoreMaker"]
 
 log = logging.getLogger("hotswap")
 
@@ -55,43 +56,60 @@ class ServedEngine:
     silence_s: float
 
 
-class EngineActor:
-    """The class of the actors: `run` has the engine for as long as the actor lives.
+class HostActor(ABC):
+    """What the classes of actors share: `run` serves for as long as the actor lives.
 
-    It is made by `RayEngine`. `run` is one task from its start to its end, because task groups and scopes of
-    an engine belong to the task that has entered them; every controller calls it, and the first call runs.
+    `run` is one task from its start to its end, because task groups and scopes of an engine belong to the
+    task that has entered them; every controller calls it, and the first call runs.
+
+    Args:
+        what: What it serves, for its log.
     """
 
-    def __init__(self, served: ServedEngine) -> None:
-        self._served = served
-        self._key = secrets.token_bytes(32)
-        self._address: Address | str | None = None
+    def __init__(self, what: str) -> None:
+        self._what, self._key = what, secrets.token_bytes(32)
+        self._address: object = None
         self._runs = False
         self._told, self._stopping, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def run(self) -> None:
-        """Serve the engine until `stop` is called."""
+        """Serve until `stop` is called."""
         if self._runs:
             return
         self._runs = True
         try:
             await self._serve()
         except Exception as exc:
-            log.exception("Engine %r has ended.", self._served.id)
+            log.exception("%s has ended.", self._what)
             self._tell(f"{type(exc).__name__}: {exc}")
         finally:
             self._ended.set()
 
-    async def address(self) -> Address | str:
-        """Return where the engine is served, once it is; or why it has ended."""
+    async def address(self) -> object:
+        """Return where the actor serves, once it does; or why it has ended, as text."""
         await self._told.wait()
-        assert self._address is not None, "it was told"
         return self._address
 
     async def stop(self) -> None:
-        """End the engine, and return when its resources are released."""
+        """End what is served, and return when its resources are released."""
         self._stopping.set()
         await self._ended.wait()
+
+    @abstractmethod
+    async def _serve(self) -> None:
+        """Serve until `_stopping` is set, and `_tell` where."""
+
+    def _tell(self, address: object) -> None:
+        self._address = address
+        self._told.set()
+
+
+class EngineActor(HostActor):
+    """The class of the actors of engines, which `RayEngine` makes."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        super().__init__(f"Engine {served.id!r}")
+        self._served = served
 
     async def _serve(self) -> None:
         served, node = self._served, own_address()
@@ -110,10 +128,6 @@ class EngineActor:
             )
             await self._stopping.wait()
             links.cancel_scope.cancel()
-
-    def _tell(self, address: Address | str) -> None:
-        self._address = address
-        self._told.set()
 
 
 class _ActorPeers(PeerLinks):

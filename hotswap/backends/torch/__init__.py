@@ -10,9 +10,11 @@ from hotswap.errors import BackendMissing
 try:
     from hotswap.backends.torch.engine import TorchEngine
     from hotswap.backends.torch.modeling import SkeletonCache
+    from hotswap.backends.torch.parallel.host import StageHost
+    from hotswap.backends.torch.parallel.nodes import LinkedNode, StageNode
 except ModuleNotFoundError as exc:
     raise BackendMissing(
         f"TorchEngine needs {exc.name!r}, which is not installed: pip install 'hotswap[torch]'."
     ) from exc
 
-__all__ = ["SkeletonCache", "TorchEngine"]
+__all__ = ["LinkedNode", "SkeletonCache", "StageHost", "StageNode", "TorchEngine"]

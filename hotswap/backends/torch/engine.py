@@ -8,7 +8,7 @@ other devices they may depend on the batch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Self
@@ -39,6 +39,7 @@ from hotswap.backends.torch.migration import (
     lent_source,
 )
 from hotswap.backends.torch.modeling import SkeletonCache
+from hotswap.backends.torch.parallel.nodes import StageNode
 from hotswap.backends.torch.placement import make_loader
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.settings import Settings
@@ -150,6 +151,9 @@ class TorchEngine(Engine):
             its own, from `device` upwards; the ranks divide `threads` and `memory_bytes` equally. Default: 1.
         pp: The number of pipeline-parallel stages into which the layers are divided, each of `tp` ranks. As
             many batches are in flight and divide `token_budget`, so that all stages compute. Default: 1.
+        stage_nodes: The nodes of the first stages, in order, such as `LinkedNode`; `None` is this machine. It
+            always has the last stage. The ranks of a node divide `threads` of their own, and have GPUs from
+            `device` upwards; `memory_bytes` is that of all ranks. Default: none, all are on this machine.
         rank_timeout_s: The time in seconds after which a rank that does not reply is considered failed, and
             the instance lost. Default: 300.
 
@@ -181,6 +185,7 @@ class TorchEngine(Engine):
         skeletons: SkeletonCache | None = None,
         tp: int = 1,
         pp: int = 1,
+        stage_nodes: Sequence[StageNode | None] = (),
         rank_timeout_s: float = 300.0,
     ) -> None:
         settings = Settings(
@@ -188,6 +193,7 @@ class TorchEngine(Engine):
             dtype=dtype,
             tp=tp,
             pp=pp,
+            stage_nodes=stage_nodes,
             kv_tokens=kv_tokens,
             kv_bytes=kv_bytes,
             kv_block_tokens=kv_block_tokens,

@@ -31,7 +31,8 @@ def make_loader(
         id: The engine's name.
         settings: Its settings.
         skeletons: The cache of modules.
-        died: Called on the event loop, with a reason and a cause, when a rank process ended by itself.
+        died: Called on the event loop, with a reason and a cause, when a rank process ended by itself, or
+            its node is lost.
         notifier: Notified when the memory of weights changes.
     """
     if settings.num_ranks == 1:
@@ -54,6 +55,7 @@ def make_loader(
         threads=settings.rank_threads,
         invariant=settings.is_invariant,
         timeout_s=settings.rank_timeout_s,
+        nodes=settings.nodes,
     )
     return RankedLoader(
         ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.device import resolve, total_bytes
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import KVBudget
-from hotswap.checks import check_counts, check_kind, check_positive, check_positive_seconds
+from hotswap.backends.torch.parallel.nodes import StageNode
+from hotswap.checks import check_counts, check_kind, check_positive, check_positive_seconds, to_objects
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 
@@ -33,6 +35,7 @@ class Settings:
     dtype: torch.dtype | None
     tp: int
     pp: int
+    stage_nodes: Sequence[StageNode | None]
     kv_tokens: int
     kv_bytes: int | str | None
     kv_block_tokens: int
@@ -76,12 +79,23 @@ class Settings:
         _check(self.kv_tokens >= blocks, "kv_tokens", self.kv_tokens, "at least one block")
         can_keep = self.num_ranks == 1 or not self.keep_fp8
         _check(can_keep, "keep_fp8", self.keep_fp8, "False or None with ranks, which dequantize weights")
-        _check_ranks(self.first_device, self.num_ranks)
+        _check_nodes(self.stage_nodes, self.pp)
+        _check_ranks(self.first_device, self.num_own_ranks)
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks; with 1 the model runs in the engine's process."""
         return self.tp * self.pp
+
+    @property
+    def nodes(self) -> dict[int, StageNode]:
+        """The nodes of stages that are not on this machine, by the number of the stage."""
+        return {stage: node for stage, node in enumerate(self.stage_nodes) if node is not None}
+
+    @property
+    def num_own_ranks(self) -> int:
+        """The number of ranks on this machine; other nodes have `tp` each."""
+        return self.num_ranks - self.tp * len(self.nodes)
 
     @property
     def first_device(self) -> torch.device:
@@ -90,16 +104,22 @@ class Settings:
 
     @property
     def rank_devices(self) -> tuple[str, ...]:
-        """The device of each rank: consecutive GPUs from the first."""
+        """The device of each rank: consecutive GPUs of its machine, from the first."""
         first = self.first_device
         if first.type != "cuda":
             return (str(first),) * self.num_ranks
-        return tuple(f"cuda:{(first.index or 0) + rank}" for rank in range(self.num_ranks))
+        devices, num_own = list[str](), 0
+        for stage in range(self.pp):
+            is_here = stage not in self.nodes
+            start = (first.index or 0) + (num_own if is_here else 0)
+            devices += (f"cuda:{start + part}" for part in range(self.tp))
+            num_own += self.tp if is_here else 0
+        return tuple(devices)
 
     @property
     def rank_threads(self) -> int:
-        """The CPU threads of each rank: `threads` divided by the number of ranks."""
-        return max(1, (self.threads or torch.get_num_threads()) // self.num_ranks)
+        """The CPU threads of each rank: `threads` divided by the number of ranks of this machine."""
+        return max(1, (self.threads or torch.get_num_threads()) // self.num_own_ranks)
 
     @property
     def total_memory_bytes(self) -> int:
@@ -107,7 +127,9 @@ class Settings:
         if self.memory_bytes is not None:
             return parse_bytes(self.memory_bytes, "memory_bytes")
         whole = total_bytes(self.first_device)
-        return whole * self.num_ranks if self.first_device.type == "cuda" else whole
+        if self.first_device.type == "cuda":
+            return whole * self.num_ranks
+        return whole * self.num_ranks // self.num_own_ranks
 
     @property
     def max_packed_bytes(self) -> int:
@@ -153,6 +175,18 @@ class Settings:
     def is_invariant(self) -> bool:
         """Whether steps are batch-invariant, which is implemented for CPUs only."""
         return self.invariant and self.first_device.type == "cpu"
+
+
+def _check_nodes(nodes: Sequence[StageNode | None], pp: int) -> None:
+    """Raise `ConfigError` unless nodes are given for stages before the last."""
+    for stage, node in enumerate(to_objects(ConfigError, "stage_nodes", nodes, object)):
+        if node is not None:
+            check_kind(ConfigError, f"stage_nodes[{stage}]", node, StageNode)
+    if len(nodes) >= pp:
+        raise ConfigError(
+            f"stage_nodes has {len(nodes)} entries, and with pp={pp} there are {pp - 1} stages before the "
+            "last, which is on the engine's machine; raise pp or leave some out."
+        )
 
 
 def _check_ranks(first: torch.device, num_ranks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 from anyio import ResourceGuard
-from anyio.abc import ByteStream
+from anyio.abc import ByteStream, SocketAttribute
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.memory import address_of, copy_in_turns
@@ -59,6 +59,12 @@ class StreamChannel(Channel):
     def is_broken(self) -> bool:
         """Whether the link is known to be broken at this end."""
         return bool(self._broken_reason)
+
+    @property
+    def own_address(self) -> str:
+        """The address of this end: that by which the other end reaches this machine; "" if there is none."""
+        address: object = self._stream.extra(SocketAttribute.local_address, "")
+        return str(address[0]) if isinstance(address, tuple) else ""
 
     def broken(self) -> MigrationAborted:
         """Return a new error with the reason why the link is broken."""

@@ -24,6 +24,12 @@ class Grid:
         """The position of every rank, in order."""
         return tuple(RankPosition(self, rank) for rank in range(self.size))
 
+    @property
+    def stages(self) -> tuple[tuple[RankPosition, ...], ...]:
+        """The positions of the ranks of every stage, in order."""
+        every = self.positions
+        return tuple(every[first : first + self.tp] for first in range(0, self.size, self.tp))
+
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
@@ -51,11 +57,6 @@ class RankPosition:
     def is_last(self) -> bool:
         """Whether its stage is the last, with the output head."""
         return self.stage == self.grid.pp - 1
-
-    @property
-    def peers(self) -> range:
-        """The ranks of its stage."""
-        return range(self.stage * self.grid.tp, (self.stage + 1) * self.grid.tp)
 
     def layers(self, num_layers: int) -> range:
         """Return the layers of its stage; the stages' numbers of layers differ by at most one."""

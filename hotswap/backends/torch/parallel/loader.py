@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import anyio
 import torch
+from anyio.lowlevel import checkpoint_if_cancelled
 from torch import Tensor
 
 from hotswap.backends.layouts import require_modules
@@ -19,13 +20,22 @@ from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.parallel.forward import RankedForward
-from hotswap.backends.torch.parallel.grid import Grid, RankPosition
-from hotswap.backends.torch.parallel.messages import Bind, Command, Done, Drop, GetStats, OpenCache
+from hotswap.backends.torch.parallel.grid import Grid
+from hotswap.backends.torch.parallel.messages import (
+    Bind,
+    BindRead,
+    Command,
+    Done,
+    Drop,
+    GetStats,
+    OpenCache,
+    ReadWeights,
+)
 from hotswap.backends.torch.parallel.part import Part, part_of
 from hotswap.backends.torch.parallel.preflight import PREFLIGHT_ROWS, run_preflight
 from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.backends.torch.parallel.shared import SharedMemory
-from hotswap.backends.torch.parallel.weights import PartWeights, Reader
+from hotswap.backends.torch.parallel.weights import PartWeights, Reader, digest_of
 from hotswap.backends.torch.weights import check_world_size
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
 from hotswap.model import Manifest, ModelCard
@@ -75,8 +85,9 @@ class RankedModel(LoadedModel):
 class RankedLoader(Loader):
     """Loads models on rank processes, which it starts and ends with the engine.
 
-    The store is used in the engine's process only. Weights are read once, into memory that is shared with the
-    ranks; on a CPU the ranks compute with it in place. A load binds the weights on every rank, and runs a
+    Weights are read once on each machine, into memory that is shared with its ranks; on a CPU the ranks
+    compute with it in place. Hosts of stages elsewhere read those of their ranks from stores of their own. A
+    load binds the weights on every rank, and runs a
     preflight on all ranks if the architecture is new in its dtype. If any rank fails, all release the model.
 
     Each rank may use an equal part of `memory_bytes`; `weight_bytes` is the sum over all ranks.
@@ -112,6 +123,7 @@ class RankedLoader(Loader):
         self._skeletons = skeletons
         self._block_tokens, self._max_requests = block_tokens, max_requests
         self._layers: dict[tuple[str, torch.dtype], tuple[tuple[LayerShape, ...], ...]] = {}
+        self._starts = False
 
     @property
     def grid(self) -> Grid:
@@ -124,7 +136,19 @@ class RankedLoader(Loader):
         return self._ranks.pids
 
     async def start(self) -> None:
-        await run_in_thread(self._ranks.start)
+        failures = list[InstanceLost]()
+        try:
+            async with anyio.create_task_group() as watching:
+                watching.start_soon(self._kill_if_cancelled)
+                await run_in_thread(self._start_ranks, failures)
+                self._starts = False
+                watching.cancel_scope.cancel()
+            await checkpoint_if_cancelled()
+        except BaseException:
+            await self.stop()
+            raise
+        if failures:
+            raise failures[0]
         self._watch()
 
     async def stop(self) -> None:
@@ -147,11 +171,11 @@ class RankedLoader(Loader):
         skeleton = await run_in_thread(self._borrow_skeleton, manifest.config)
         try:
             parts = await run_in_thread(self._parts, skeleton)
-            reader = Reader(manifest, parts, self._dtype)
-            self._check_room(card, reader.rank_bytes)
-            weights = await reader.read(store)
+            rank_bytes = Reader(manifest, parts, self._dtype).rank_bytes
+            self._check_room(card, rank_bytes)
+            weights = await self._read(manifest, parts, store)
             try:
-                return await self._hand_over(card, manifest, skeleton, weights)
+                return await self._hand_over(card, manifest, skeleton, weights, rank_bytes)
             finally:
                 for part in weights:
                     part.memory.close()
@@ -194,6 +218,20 @@ class RankedLoader(Loader):
 
     # ------------------------------------------------------------------ private
 
+    def _start_ranks(self, failures: list[InstanceLost]) -> None:
+        try:
+            self._ranks.start()
+        except InstanceLost as exc:
+            failures.append(exc)
+
+    async def _kill_if_cancelled(self) -> None:
+        self._starts = True
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if self._starts:  # the thread, which is waited for, ends soon then
+                self._ranks.kill()
+
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
         """Borrow the modules of a config; refuses architectures that its check refuses, before any read."""
         check_config(config_text)
@@ -208,6 +246,48 @@ class RankedLoader(Loader):
             )
         return [part_of(skeleton, position) for position in self.grid.positions]
 
+    async def _read(
+        self, manifest: Manifest, parts: Sequence[Part], store: WeightStore
+    ) -> tuple[PartWeights, ...]:
+        """Return the weights of ranks on this machine, while hosts elsewhere read those of theirs.
+
+        If one fails or the load is cancelled, all release what they have read.
+        """
+        here = [part for part, is_here in zip(parts, self._ranks.is_here, strict=True) if is_here]
+        reader = Reader(manifest, here, self._dtype)
+        if len(here) == len(parts):
+            return await reader.read(store)
+        weights: tuple[PartWeights, ...] = ()
+        failures = list[Exception]()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._read_elsewhere, manifest, failures, tasks.cancel_scope)
+                try:
+                    weights = await reader.read(store)
+                except Exception as exc:
+                    failures.append(exc)
+                    tasks.cancel_scope.cancel()
+            if failures:
+                raise failures[0]
+        except BaseException as exc:
+            for part in weights:
+                part.memory.close()
+            if isinstance(exc, InstanceLost):
+                self._died("a rank failed during a load", exc)
+            await self._drop()
+            raise
+        return weights
+
+    async def _read_elsewhere(
+        self, manifest: Manifest, failures: list[Exception], scope: anyio.CancelScope
+    ) -> None:
+        try:
+            digest = await run_in_thread(digest_of, manifest)
+            await self._ranks.read_elsewhere(ReadWeights(manifest.model, digest, self._dtype))
+        except Exception as exc:
+            failures.append(exc)
+            scope.cancel()
+
     def _check_room(self, card: ModelCard, rank_bytes: Sequence[int]) -> None:
         share, largest = self.memory_bytes // self.grid.size, max(rank_bytes)
         if largest > share:
@@ -217,10 +297,14 @@ class RankedLoader(Loader):
             )
 
     async def _hand_over(
-        self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Sequence[PartWeights]
+        self,
+        card: ModelCard,
+        manifest: Manifest,
+        skeleton: Skeleton,
+        weights: Sequence[PartWeights],
+        rank_bytes: tuple[int, ...],
     ) -> RankedModel:
         """Bind the weights on every rank; release them on all if a rank fails or the load is cancelled."""
-        rank_bytes = tuple(part.memory.size_bytes for part in weights)
         # A rank that refuses a model during a preflight ends: that is the load's error, not an instance loss.
         self._ranks.unwatch(asyncio.get_running_loop())
         try:
@@ -260,8 +344,13 @@ class RankedLoader(Loader):
                 SharedMemory.make(shape[0] * shape[1] * shape[2] * torch.float32.itemsize)
             )
             view = logits.tensor.view(torch.float32).view(shape)
-            binds = [Bind(manifest.config, part.specs, part.memory.size_bytes, shape) for part in weights]
-            self._ranks.call(binds, [(part.memory.file, logits.file) for part in weights])
+            commands: list[Command] = [BindRead()] * self.grid.size
+            files: list[Sequence[int]] = [()] * self.grid.size
+            here = (rank for rank, is_here in enumerate(self._ranks.is_here) if is_here)
+            for rank, part in zip(here, weights, strict=True):
+                commands[rank] = Bind(manifest.config, part.specs, part.memory.size_bytes, shape)
+                files[rank] = part.memory.file, logits.file
+            self._ranks.call(commands, files)
         dtype = main_dtype([spec for part in weights for spec in part.specs])
         key = (skeleton.key, dtype)
         if key not in self._layers:
@@ -301,5 +390,5 @@ class RankedLoader(Loader):
     def _watch(self) -> None:
         self._ranks.watch(asyncio.get_running_loop(), self._note_death)
 
-    def _note_death(self, position: RankPosition) -> None:
-        self._died(f"the process of its {position} ended", None)
+    def _note_death(self, reason: str) -> None:
+        self._died(reason, None)

@@ -1,16 +1,23 @@
-"""The messages between the engine's process and its ranks, over a pair of connected sockets."""
+"""The messages between the engine's process and its ranks.
+
+To ranks of this machine they go over a pair of connected sockets; `link_messages` encodes them for others.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from hotswap.backends.torch.forward import Work
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.model import TensorSpec
+from hotswap.request import ModelId
 
 __all__ = [
     "Bind",
+    "BindRead",
     "Command",
     "Done",
     "Drop",
@@ -18,6 +25,7 @@ __all__ = [
     "GetStats",
     "NumberedCommand",
     "OpenCache",
+    "ReadWeights",
     "Reply",
     "Setup",
     "Step",
@@ -32,7 +40,7 @@ class Setup:
         rank: The number of the rank, of `tp` × `pp`.
         tp: The number of tensor-parallel ranks of a stage.
         pp: The number of stages.
-        rendezvous: The path of the file through which the ranks connect.
+        rendezvous: The place of the `Rendezvous` at which the ranks find each other.
         device: The rank's device.
         threads: Its number of CPU threads.
         invariant: Whether steps are batch-invariant.
@@ -66,6 +74,26 @@ class Bind:
     specs: tuple[TensorSpec, ...]
     size_bytes: int
     logits_shape: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadWeights:
+    """To the host of a stage on another node: read the weights of its ranks from the store of that node.
+
+    Attributes:
+        model: The model.
+        digest: Of the engine's manifest, from `digest_of`; the host's must be the same.
+        dtype: The dtype to which weights of the model's main dtype are converted; `None` keeps it.
+    """
+
+    model: ModelId
+    digest: str
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class BindRead:
+    """To the host of a stage on another node: have its ranks bind what it has read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +132,7 @@ class GetStats:
     """Do nothing but reply, with the counters of `Done`."""
 
 
-Command: TypeAlias = Setup | Bind | OpenCache | Step | Drop | GetStats
+Command: TypeAlias = Setup | Bind | ReadWeights | BindRead | OpenCache | Step | Drop | GetStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from hotswap.backends.torch.device import out_of_memory_mapped
+from hotswap.backends.torch.parallel.addresses import store_at
 from hotswap.backends.torch.parallel.collectives import Boundary, Group
 from hotswap.backends.torch.parallel.grid import Grid
 from hotswap.backends.torch.parallel.messages import (
     Bind,
+    BindRead,
     Command,
     Done,
     Drop,
@@ -31,6 +32,7 @@ from hotswap.backends.torch.parallel.messages import (
     GetStats,
     NumberedCommand,
     OpenCache,
+    ReadWeights,
     Reply,
     Setup,
     Step,
@@ -120,6 +122,8 @@ class _Rank:
                 pass
             case Setup():
                 raise AssertionError("a rank is set up once")
+            case ReadWeights() | BindRead():
+                raise AssertionError("they are for the host of the rank")
         return Done(number, sent_bytes=self._boundary.num_sent_bytes)
 
     def _bind(self, command: Bind) -> None:
@@ -164,18 +168,14 @@ class _Rank:
         position = self._position
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
-            store=FileStore(setup.rendezvous, position.grid.size),
+            store=store_at(setup.rendezvous, position.grid.size, setup.timeout_s),
             rank=position.rank,
             world_size=position.grid.size,
             timeout=timedelta(seconds=setup.timeout_s),
             device_id=self._device if self._device.type == "cuda" else None,
         )
         # Every rank makes every group, in the same order.
-        made = [dist.new_group(list(stage)) for stage in _stages(position.grid)]
+        made = [dist.new_group([peer.rank for peer in stage]) for stage in position.grid.stages]
         mine = cast("dist.ProcessGroup", made[position.stage])
         group = Group(position, mine, ordered=setup.invariant)
         return group, Boundary(position, group, self._device, setup.depth)
-
-
-def _stages(grid: Grid) -> list[range]:
-    return [grid.positions[stage * grid.tp].peers for stage in range(grid.pp)]

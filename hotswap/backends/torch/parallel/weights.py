@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from hotswap.model import HostChunk, Manifest, Shard, TensorSpec
 from hotswap.store import WeightStore
 from hotswap.worker_threads import run_in_thread
 
-__all__ = ["PartWeights", "Reader"]
+__all__ = ["PartWeights", "Reader", "digest_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class _Run:
 
 
 class Reader:
-    """Reads the weights of all ranks of a model.
+    """Reads the weights of the ranks of a model that are on one machine.
 
     Ranks of one tensor-parallel part, one per stage, need different tensors of one buffer of the store. The
     shards of the buffer are read once, chunk by chunk, and each chunk is copied to the ranks that need it.
@@ -87,7 +88,7 @@ class Reader:
                 if self._parts[0].position.grid.pp == 1:
                     await fetch(store, self._manifest, targets[part], rank=part)
                 else:
-                    for shard in self._manifest.shards_of(part):
+                    for shard in filter(self._needs, self._manifest.shards_of(part)):
                         await self._scatter(store, shard, targets)
             for own, memory in zip(self._manifests, stored, strict=True):
                 made.append(await run_in_thread(self._finish, own, memory))
@@ -98,6 +99,16 @@ class Reader:
                 memory.close()
             raise
         return tuple(made)
+
+    def _needs(self, shard: Shard) -> bool:
+        """Whether a rank has anything of a shard; those of other nodes may be the only ones."""
+        first, last = shard.buffer_offset_bytes, shard.buffer_offset_bytes + shard.size_bytes
+        return any(
+            run.start < last and first < run.stop
+            for part, runs in zip(self._parts, self._runs, strict=True)
+            if part.position.part == shard.rank
+            for run in runs
+        )
 
     async def _scatter(self, store: WeightStore, shard: Shard, targets: Sequence[Tensor]) -> None:
         copied = 0
@@ -144,6 +155,16 @@ class Reader:
             made = _make(own, size_bytes)
             convert(stored.tensor, own.tensors, made.tensor, specs)
         return PartWeights(made, specs)
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Return a hash of what a manifest says of the weights, equal for equal ones of two stores."""
+    shards = [
+        (each.rank, each.buffer_offset_bytes, each.size_bytes, each.checksum) for each in manifest.shards
+    ]
+    sizes = manifest.buffer_bytes, manifest.world_size
+    described = manifest.config, manifest.tensors, sizes, manifest.quantization, shards
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
 
 
 def _make(manifest: Manifest, size_bytes: int) -> SharedMemory:

@@ -12,7 +12,7 @@ import pytest
 from hotswap import InstanceState
 from hotswap.abc import ModelCard
 from hotswap.backends.torch import TorchEngine
-from hotswap.backends.torch.parallel import processes
+from hotswap.backends.torch.parallel import local_ranks
 from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.errors import InstanceLost, UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
@@ -33,7 +33,7 @@ def step(self, command):
         signal.pause()
     raise UnsupportedModel("It is of the wrong kind.")
 Stage.step = step
-{processes._PROGRAM}
+{local_ranks._PROGRAM}
 """
 
 
@@ -58,11 +58,11 @@ def be_impatient(engine: TorchEngine, patch: pytest.MonkeyPatch) -> None:
 async def test_ranks_load_another_model_after_a_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store, card = stored()
     prompt = make_prompts(1, 20)[0]
-    program = processes._PROGRAM
-    monkeypatch.setattr(processes, "_PROGRAM", REFUSING)
+    program = local_ranks._PROGRAM
+    monkeypatch.setattr(local_ranks, "_PROGRAM", REFUSING)
     async with make_engine(pp=2) as engine:
         before = loader_of(engine).pids
-        monkeypatch.setattr(processes, "_PROGRAM", program)
+        monkeypatch.setattr(local_ranks, "_PROGRAM", program)
         with pytest.raises(UnsupportedModel, match="wrong kind"):
             await engine.load(card, store)
         assert engine.status().state is EMPTY
@@ -77,9 +77,9 @@ async def test_ranks_load_another_model_after_a_refused_one(monkeypatch: pytest.
 
 async def test_an_engine_whose_ranks_cannot_restart_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     store, card = stored()
-    monkeypatch.setattr(processes, "_PROGRAM", REFUSING)
+    monkeypatch.setattr(local_ranks, "_PROGRAM", REFUSING)
     async with make_engine(pp=2) as engine:
-        monkeypatch.setattr(processes, "_PROGRAM", BROKEN)
+        monkeypatch.setattr(local_ranks, "_PROGRAM", BROKEN)
         with pytest.raises(InstanceLost, match="exit code 1"):
             await engine.load(card, store)
         assert engine.status().state is LOST

@@ -16,7 +16,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from hotswap import Fleet, InstanceState, Model, Sampling
 from hotswap.backends.stores import NvmeStore
-from hotswap.backends.torch.parallel import processes
+from hotswap.backends.torch.parallel import local_ranks
+from hotswap.backends.torch.parallel.local_ranks import LocalRanks
 from hotswap.backends.torch.parallel.messages import Setup
 from hotswap.backends.torch.parallel.processes import Ranks, RemoteTraceback
 from hotswap.errors import InstanceLost
@@ -82,7 +83,7 @@ async def test_a_rank_that_cannot_start_reports_the_reason(
     is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = "import sys; open(int(sys.argv[1]), 'rb').read(1);" if is_told else ""
-    monkeypatch.setattr(processes, "_PROGRAM", f"{waits} raise RuntimeError('no such device')")
+    monkeypatch.setattr(local_ranks, "_PROGRAM", f"{waits} raise RuntimeError('no such device')")
     if not is_told:
         monkeypatch.setattr(Ranks, "_setup", _after_the_end(Ranks._setup))
     with pytest.raises(InstanceLost, match=r"Engine 'e0' cannot start: .*ended \(exit code 1\)") as caught:
@@ -98,15 +99,17 @@ def _after_the_end(setup: Callable[..., Setup]) -> Callable[..., Setup]:
     """Return a `_setup` that waits until the rank processes have ended."""
 
     def make(ranks: Ranks, *arguments: Any) -> Setup:
-        for process in ranks._processes:
-            process.popen.wait()
+        for stage in ranks._stages:
+            assert isinstance(stage, LocalRanks)
+            for process in stage.processes:
+                process.popen.wait()
         return setup(ranks, *arguments)
 
     return make
 
 
 async def test_a_rank_that_does_not_reply_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_PROGRAM", "import signal; signal.pause()")
+    monkeypatch.setattr(local_ranks, "_PROGRAM", "import signal; signal.pause()")
     with pytest.raises(InstanceLost, match="did not reply for"):
         async with make_engine(tp=2, rank_timeout_s=0.2):
             pytest.fail("it started")
