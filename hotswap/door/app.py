@@ -22,6 +22,7 @@ from hotswap.door.health import Health
 from hotswap.door.keys import ApiKey, Guard
 from hotswap.door.limits import Limits
 from hotswap.door.listing import ModelListing
+from hotswap.door.messages import Messages
 from hotswap.door.metrics import Metrics
 from hotswap.door.operators import EventsEndpoint, Operators
 from hotswap.door.served import Served
@@ -71,6 +72,7 @@ def _openai_routes(door: Door) -> list[BaseRoute]:
         Route("/v1/models/{model:path}", answering(listing.one)),
         Route("/v1/completions", Completions(door), methods=["POST"]),
         Route("/v1/chat/completions", Chats(door), methods=["POST"]),
+        Route("/v1/messages", Messages(door), methods=["POST"]),
         Route("/v1/embeddings", answering(_no_embeddings), methods=["POST"]),
         Route("/tokenize", answering(texts.tokenize), methods=["POST"]),
         Route("/detokenize", answering(texts.detokenize), methods=["POST"]),
