@@ -129,7 +129,7 @@ class Load:
     """What is asked of which engines; `make` draws it from a seed, and from the folder of traces.
 
     `traced` loads need the folder; `guess` is the number of engines that is tried first. Policies that are
-    left out (`without`) are far behind there, and take long.
+    left out (`without`) take long there, or have no figure to compare with.
     """
 
     what: str
