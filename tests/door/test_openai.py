@@ -172,7 +172,8 @@ async def test_a_synchronous_client_streams_and_leaves(source: Path, tmp_path: P
             stream = client.completions.create(prompt="x", stream=True, **long)
             next(iter(stream))
             stream.close()
-            return done.choices[0].text
+            text: str = done.choices[0].text
+            return text
 
     async with door(source, tmp_path) as (fleet, url):
         assert await to_thread.run_sync(partial(use, url, await endless(fleet))) == "yz"
