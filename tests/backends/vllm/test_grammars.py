@@ -132,20 +132,22 @@ async def test_grammars_move_with_kv_blocks() -> None:
             request = asked(kind, 1)
             async with fleet.stream("a", request.prompt, request.sampling) as stream:
                 expected = [token.id for token in await stream.collect()]
-            got: list[int] = []
-            async with fleet.stream("a", request.prompt, request.sampling) as stream:
-                async for token in stream:
-                    got.append(token.id)
-                    if len(got) == 4:
-                        await move(fleet, stream)
-            assert got == expected
-            assert_keeps_to_it(kind, got)
+            outcomes: list[str] = []
+            while "done" not in outcomes and len(outcomes) < 20:  # a short answer may end before its move
+                got: list[int] = []
+                async with fleet.stream("a", request.prompt, request.sampling) as stream:
+                    async for token in stream:
+                        got.append(token.id)
+                        if len(got) == 4:
+                            outcomes.append(await move(fleet, stream))
+                assert got == expected
+                assert_keeps_to_it(kind, got)
+            assert outcomes[-1] == "done", outcomes
 
 
-async def move(fleet: Fleet, stream: FleetStream) -> None:
+async def move(fleet: Fleet, stream: FleetStream) -> str:
     to = "one" if stream.hops[-1].instance == "other" else "other"
-    record = await fleet.migrate(stream.request.id, to=to, method="kv")
-    assert record.outcome in ("done", "finished"), record
+    return (await fleet.migrate(stream.request.id, to=to, method="kv")).outcome
 
 
 async def test_an_invalid_grammar_fails_its_own_request_alone() -> None:
