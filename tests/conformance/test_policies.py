@@ -248,7 +248,7 @@ class _TooMuch(Scheduler):
 @pytest.mark.parametrize("router", [_First, _Never, _TurnByTurn])
 def test_a_faulty_router_is_caught(router: type[Router]) -> None:
     class Suite(RouterConformance):
-        examples = settings(QUICK, max_examples=400)  # few views have two open replicas of one model
+        examples = settings(QUICK, max_examples=200)  # few views have two open replicas of one model
 
         def make_router(self) -> Router:
             return router()
