@@ -24,6 +24,7 @@ from hotswap.backends.stores.segment_directory import SegmentDirectory
 from hotswap.backends.stores.shared_buffer import SharedBuffer
 from hotswap.worker_threads import shielded
 from tests.backends.stores.models import UNIT, exhaust, put
+from tests.backends.stores.test_pinned import FakeCuda, with_cuda
 from tests.backends.stores.test_shared import Machine, used
 from tests.patience import PATIENCE_S
 
@@ -92,7 +93,6 @@ async def lend(store: TieredStore, manifest: Manifest) -> None:
         (SegmentDirectory, "attach", False),
         (SegmentDirectory, "attach", True),
         (Segment, "reserve", False),
-        (SharedBuffer, "_pin", True),
         (SharedBuffer, "close", True),
         (Segment, "end_filling", False),
     ],
@@ -112,6 +112,24 @@ async def test_a_shared_loan_leaves_nothing_mapped_locked_or_reserved(
         await lend(store, manifest)
 
 
+async def test_shared_memory_that_was_pinned_is_given_back(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda()
+    with_cuda(monkeypatch, cuda)
+    manifest = machine.put()
+    async with machine.store() as store, machine.store() as other:
+        await other.prefetch(M)
+        held = Held(monkeypatch, SharedBuffer, "_pin")
+        await held.cancel(lambda: lend(store, manifest))
+        while machine.maps():  # what is pinned lingers
+            await checkpoint()
+        assert (store.num_lent, cuda.pinned) == (0, {})
+        await other.drop(M)
+        assert (machine.files(), used(store)) == (set(), 0)
+        await lend(store, manifest)
+
+
 async def test_a_shared_store_that_was_not_opened_keeps_no_file_open(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,11 +143,13 @@ async def test_a_shared_store_that_was_not_opened_keeps_no_file_open(
     assert open_files(machine.directory) == []
 
 
-@pytest.mark.parametrize("name", ["pin", "close"])
+@pytest.mark.parametrize("name", ["_pin", "close"])
 async def test_pinned_memory_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     manifest, _ = put(tmp_path)
+    cuda = FakeCuda()
+    with_cuda(monkeypatch, cuda)
     async with PinnedStore("1 MiB", chunk_bytes=UNIT) as store:
         held = Held(monkeypatch, pinned._RankBuffer, name)
 
@@ -138,7 +158,7 @@ async def test_pinned_memory_is_given_back(
                 pass
 
         await held.cancel(hold)
-        assert (store.num_lent, store.view().tiers[0].used_bytes) == (0, 0)
+        assert (store.num_lent, store.view().tiers[0].used_bytes, cuda.pinned) == (0, 0, {})
 
 
 @pytest.mark.parametrize(("owner", "name"), [(ReadLock, "acquire"), (ReadAhead, "prepare")])
