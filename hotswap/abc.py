@@ -16,6 +16,9 @@ Stores
     `SupportsSideFiles`, `SupportsTokenizer` (with `Tokenizer`, and `TextStream` to decode with it; a
     tokenizer's own is `SupportsLeastTokens`), `SupportsTextSettings` (with `TextSettings`, and the
     `ChatTemplate` that writes a `Chat`).
+KV stores
+    `KVStore`, which keeps KV blocks across swaps: `KVPrefix`, by which they are found; `KVPut` and `KVLease`,
+    by which they are saved and restored; `KVStoreView` of `StoredKV`, by which a store tells what it holds.
 Policies
     `Router`, `Scheduler` and `Mover`; `FleetView` and its parts, which they read, ranked by a `Rank`, `Count`
     or `CountRank`; the actions that a scheduler returns (`Swap`, `Unload`, `Prefetch`, `PinAdapters`,
@@ -47,6 +50,7 @@ from hotswap.engine import (
     SupportsPreload,
     WrapperEngine,
 )
+from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore, KVStoreView, StoredKV
 from hotswap.migration import (
     KVLayout,
     KVPages,
@@ -139,9 +143,14 @@ __all__ = [
     "InstanceState",
     "InstanceView",
     "KVLayout",
+    "KVLease",
     "KVPages",
+    "KVPrefix",
+    "KVPut",
     "KVSink",
     "KVSource",
+    "KVStore",
+    "KVStoreView",
     "Layout",
     "Manifest",
     "Migrate",
@@ -173,6 +182,7 @@ __all__ = [
     "StatusListener",
     "Stopped",
     "StoreView",
+    "StoredKV",
     "SupportsAdapters",
     "SupportsGrammars",
     "SupportsImport",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hotswap.testing.conformance import (
         ChannelConformance,
         EngineConformance,
+        KVStoreConformance,
         RouterConformance,
         SchedulerConformance,
         WeightStoreConformance,
@@ -35,6 +36,7 @@ __all__ = [
     "ChaosStore",
     "EngineConformance",
     "EngineFaults",
+    "KVStoreConformance",
     "RecordedSpan",
     "RouterConformance",
     "SchedulerConformance",
@@ -52,6 +54,7 @@ _HOMES = {
     "conformance": (
         "ChannelConformance",
         "EngineConformance",
+        "KVStoreConformance",
         "RouterConformance",
         "SchedulerConformance",
         "WeightStoreConformance",

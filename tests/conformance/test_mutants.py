@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from hotswap.backends.kv_stores import HostKVStore
 from hotswap.backends.sim import SimEngine, SimStore
+from tests.backends.kv_stores.test_conformance import TestHostKVStore as KVStoreSuite
 from tests.backends.test_sim import TestSimEngineConforms as EngineSuite
 from tests.backends.test_sim import TestSimStoreConforms as StoreSuite
+from tests.conformance.kv_store_mutants import KV_STORES
 from tests.conformance.mutants import ENGINES, STORES
 from tests.conformance.outcome import failures
 
@@ -31,6 +34,16 @@ def store_suite_of(store: type[SimStore]) -> type[StoreSuite]:
     return Suite
 
 
+def kv_store_suite_of(store: type[HostKVStore]) -> type[KVStoreSuite]:
+    class Suite(KVStoreSuite):
+        limit_s = 5.0
+
+        def make_store(self, capacity_bytes: int) -> HostKVStore:
+            return store(capacity_bytes)
+
+    return Suite
+
+
 @pytest.mark.parametrize("mutant", ENGINES, ids=lambda mutant: mutant.__name__)
 def test_a_faulty_engine_is_caught(mutant: type[SimEngine]) -> None:
     test = ENGINES[mutant]
@@ -43,6 +56,13 @@ def test_a_faulty_store_is_caught(mutant: type[SimStore]) -> None:
     test = STORES[mutant]
     assert not failures(store_suite_of(SimStore), test), "a sound store passes"
     assert failures(store_suite_of(mutant), test)
+
+
+@pytest.mark.parametrize("mutant", KV_STORES, ids=lambda mutant: mutant.__name__)
+def test_a_faulty_kv_store_is_caught(mutant: type[HostKVStore]) -> None:
+    test = KV_STORES[mutant]
+    assert not failures(kv_store_suite_of(HostKVStore), test), "a sound store passes"
+    assert failures(kv_store_suite_of(mutant), test)
 
 
 def test_there_are_many_kinds_of_fault() -> None:

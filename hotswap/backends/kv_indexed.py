@@ -1,0 +1,233 @@
+"""`IndexedKVStore`: what KV stores share that keep an index of their blocks in this process."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Generic, Self, TypeVar
+
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.kv_index import Found, KVIndex, StoredBlock
+from hotswap.hardware import parse_bytes
+from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore, KVStoreView
+from hotswap.migration import KVPages
+
+__all__ = ["IndexedKVStore"]
+
+PlaceT = TypeVar("PlaceT")
+
+
+class IndexedKVStore(KVStore, Generic[PlaceT]):
+    """A KV store under a budget of bytes; a subclass says where the content of blocks is.
+
+    Args:
+        capacity: The budget, as a number of bytes or as text such as `"4 GiB"`.
+        tier: What it is called in spans and metrics.
+
+    Raises:
+        ConfigError: the capacity is no size.
+    """
+
+    def __init__(self, capacity: int | str, *, tier: str) -> None:
+        self.tier, self._capacity_bytes = tier, parse_bytes(capacity, "capacity")
+        self._index = KVIndex[PlaceT](self._capacity_bytes)
+        self._num_open = 0
+        self._entered = False
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        self._entered = True
+        try:
+            yield self
+        finally:
+            self._entered = False
+            self._index = KVIndex[PlaceT](self._capacity_bytes)
+
+    def lookup(self, prefix: KVPrefix) -> int:
+        return self._index.find(prefix).num_tokens
+
+    def lease(self, prefix: KVPrefix) -> KVLease:
+        return _Lease(self, self._index, prefix)
+
+    def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
+        num_tokens = max(1, len(prefix.tokens))
+        worth = prefill_s / (num_tokens * max(1, prefix.layout.block_bytes)) * prefix.layout.block_tokens
+        is_worth_it = not copy_s or copy_s < prefill_s
+        return _Put(self, self._index, prefix, worth=worth, takes_room=self._entered and is_worth_it)
+
+    def view(self) -> KVStoreView:
+        return KVStoreView(
+            tier=self.tier,
+            capacity_bytes=self._capacity_bytes,
+            used_bytes=self._index.used_bytes,
+            num_leases=self._num_open,
+            num_evicted=self._index.num_evicted,
+            models=self._index.models(),
+        )
+
+    # ------------------------------------------------------------------ where the content is
+
+    @abstractmethod
+    def size_of(self, block_bytes: int) -> int:
+        """Return what a block takes of the budget."""
+
+    @abstractmethod
+    def allocate(self, block_bytes: int) -> PlaceT:
+        """Return a place for a block, for which there is room in the budget."""
+
+    @abstractmethod
+    def free(self, place: PlaceT) -> None:
+        """Take a place back."""
+
+    @abstractmethod
+    async def fill(self, places: Sequence[PlaceT], data: memoryview) -> None:
+        """Copy blocks of equal size to their places; a cancellation waits for the end of the copy."""
+
+    @abstractmethod
+    async def content(self, places: Sequence[PlaceT], block_bytes: int) -> memoryview:
+        """Return the content of blocks, one after another; `done` takes the memory back."""
+
+    @abstractmethod
+    def done(self, data: memoryview) -> None:
+        """Take back what `content` returned."""
+
+    # ------------------------------------------------------------------ leases and puts
+
+    def opened(self, number: int) -> None:
+        """Count a lease or a put that begins (1) or ends (-1)."""
+        self._num_open += number
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.tier} {self._index!r}>"
+
+
+class _Lease(KVLease, Generic[PlaceT]):
+    def __init__(self, store: IndexedKVStore[PlaceT], index: KVIndex[PlaceT], prefix: KVPrefix) -> None:
+        self._store, self._index, self._layout = store, index, prefix.layout
+        self._found: Found[PlaceT] = index.find(prefix)
+        self.num_tokens = self._found.num_tokens
+        self._lent: memoryview | None = None
+        self._is_open = True
+        index.use(self._found.blocks)
+        for block in self._found.blocks[-2:]:
+            index.lease(block)
+        store.opened(1)
+
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        block_tokens = self._layout.block_tokens
+        end = first_block * block_tokens + num_tokens
+        if not (self._is_open and first_block >= 0 and num_tokens >= 0 and end <= self.num_tokens):
+            raise ValueError(f"Tokens up to {end} are read, and {self.num_tokens} are leased.")
+        self._take_back()
+        blocks = self._found.blocks[first_block : -(-end // block_tokens)]
+        places = [block.place for block in blocks]
+        self._lent = await self._store.content(places, self._layout.block_bytes)
+        return KVPages(first_block, num_tokens, self._lent)
+
+    def release(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._take_back()
+            for block in self._found.blocks[-2:]:
+                self._index.release(block)
+            self._store.opened(-1)
+
+    def _take_back(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._store.done(lent)
+
+
+class _Put(KVPut, Generic[PlaceT]):
+    def __init__(
+        self,
+        store: IndexedKVStore[PlaceT],
+        index: KVIndex[PlaceT],
+        prefix: KVPrefix,
+        *,
+        worth: float,
+        takes_room: bool,
+    ) -> None:
+        self._store, self._index, self._prefix, self._worth = store, index, prefix, worth
+        self._layout = prefix.layout
+        self._size = store.size_of(self._layout.block_bytes)
+        self._leased: list[StoredBlock[PlaceT]] = []
+        self._places: list[PlaceT] = []  # of the blocks from `_next` on
+        self._is_open = True
+        found = index.find(prefix)
+        index.use(found.blocks, worth)
+        for block in found.blocks[-2:]:
+            self._lease(block)
+        self._next = self.first_block = found.num_tokens // self._layout.block_tokens
+        if found.num_tokens == len(prefix.tokens):
+            self._next = self.first_block = prefix.num_blocks
+        store.opened(1)
+        if takes_room:
+            self._take_room()
+        end = self._next + len(self._places)
+        self.num_tokens = min(end * self._layout.block_tokens, len(prefix.tokens))
+
+    def _take_room(self) -> None:
+        """Reserve places for the missing blocks, up to the first for which there is no room."""
+        share = self._layout.block_bytes / self._size if self._size else 1.0
+        for _ in range(self._next, self._prefix.num_blocks):
+            evicted = self._index.reserve(self._size, self._worth * share)
+            if evicted is None:
+                return
+            for block in evicted:
+                self._store.free(block.place)
+            self._places.append(self._store.allocate(self._layout.block_bytes))
+
+    async def write(self, pages: KVPages) -> None:
+        layout, first = self._layout, pages.first_block
+        end = first * layout.block_tokens + pages.num_tokens
+        count = -(-pages.num_tokens // layout.block_tokens)
+        is_whole = end % layout.block_tokens == 0 or end == len(self._prefix.tokens)
+        if not (self._is_open and is_whole and first <= self._next):
+            raise ValueError(f"Tokens {first * layout.block_tokens} to {end} do not follow those before.")
+        if first + count > self._next + len(self._places):
+            raise ValueError(f"There is no room for tokens up to {end}, but for {self.num_tokens}.")
+        skipped = min(self._next - first, count)
+        places = self._places[: count - skipped]
+        if places:
+            await self._store.fill(places, pages.data[skipped * layout.block_bytes :])
+            for _ in places:
+                self._keep(self._places.pop(0))
+        else:
+            await checkpoint()
+
+    def _keep(self, place: PlaceT) -> None:
+        """Have a block be found that was copied, unless another put has stored it meanwhile."""
+        prefix, at = self._prefix, self._next
+        self._next += 1
+        block = self._index.get(prefix.key(at))
+        if block is not None:
+            self._give_back(place)
+        else:
+            tokens = prefix.tokens_of(at)
+            worth = self._worth * len(tokens) / self._layout.block_tokens
+            block = StoredBlock(
+                prefix.key(at), prefix.parent(at), tokens, self._layout.model, place, self._size, worth
+            )
+            for covered in self._index.add(block):
+                self._store.free(covered.place)
+        self._lease(block)
+
+    def release(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            while self._places:
+                self._give_back(self._places.pop())
+            while self._leased:
+                self._index.release(self._leased.pop())
+            self._store.opened(-1)
+
+    def _give_back(self, place: PlaceT) -> None:
+        self._store.free(place)
+        self._index.unreserve(self._size)
+
+    def _lease(self, block: StoredBlock[PlaceT]) -> None:
+        self._index.lease(block)
+        self._leased.append(block)

@@ -1,0 +1,220 @@
+"""The `KVStore` interface: KV blocks that outlive the model, the request and the engine that computed them.
+
+A block is addressed by its content: by all that its keys and values depend on, which is the weights, the
+adapter, the format of blocks and every token up to its end. So a store needs no word of requests or
+instances. What it has under a key is right for whatever asks for that key, and two requests with one
+beginning share its blocks.
+
+    save      put --write--> ... --release      blocks can be found as they are written
+    restore   lease --read--> ... --release     blocks stay as they are meanwhile
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Self
+
+from anyio import AsyncContextManagerMixin
+
+from hotswap.migration import KVLayout, KVPages
+from hotswap.request import ModelId
+
+__all__ = ["KVLease", "KVPrefix", "KVPut", "KVStore", "KVStoreView", "StoredKV"]
+
+
+class KVPrefix:
+    """Tokens from the start of a request on, as KV stores name their blocks.
+
+    The key of a block is a hash of the key before it and of its tokens. The first of these, the root, stands
+    for all else that keys and values depend on: weights and the way of computing with them, adapter, and
+    format; not the model's name. Keys are computed when they are asked for.
+
+    Args:
+        layout: The format of the blocks.
+        tokens: The tokens.
+        salt: Tells apart what the layout does not, such as adapters of two fleets that have one name.
+
+    Attributes:
+        layout: The format of the blocks.
+        tokens: The tokens.
+        num_full: How many blocks the tokens fill.
+    """
+
+    def __init__(self, layout: KVLayout, tokens: Sequence[int], *, salt: str = "") -> None:
+        self.layout, self.tokens = layout, tuple(tokens)
+        self.num_full = len(self.tokens) // layout.block_tokens
+        identity = (salt, layout.weights, layout.adapter, layout.block_tokens, layout.layers)
+        self._keys = [_digest(repr((*identity, layout.block_bytes)).encode())]
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the tokens need; the last may be partly full."""
+        return -(-len(self.tokens) // self.layout.block_tokens)
+
+    def tokens_of(self, block: int) -> tuple[int, ...]:
+        """Return the tokens of a block."""
+        first = block * self.layout.block_tokens
+        return self.tokens[first : first + self.layout.block_tokens]
+
+    def parent(self, block: int) -> bytes:
+        """Return the key before a block: that of the block before it, or the root."""
+        return self._keys[0] if not block else self.key(block - 1)
+
+    def key(self, block: int) -> bytes:
+        """Return the key of a block; the last may be partly full."""
+        while len(self._keys) <= block + 1:
+            tokens = array("q", self.tokens_of(len(self._keys) - 1)).tobytes()
+            self._keys.append(_digest(self._keys[-1] + tokens))
+        return self._keys[block + 1]
+
+    def __repr__(self) -> str:
+        return f"<KVPrefix of {self.layout.model} [{len(self.tokens)} tokens]>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredKV:
+    """What a store has of one model."""
+
+    model: ModelId
+    num_blocks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVStoreView:
+    """A KV store at one moment.
+
+    Attributes:
+        tier: What it is called in spans and metrics.
+        capacity_bytes: The most that it holds; `None` without a bound.
+        used_bytes: What it holds, memory that is kept for blocks on their way included.
+        num_leases: Leases and puts that are open.
+        num_evicted: Blocks that made room for others so far.
+        models: What it has of each model.
+    """
+
+    tier: str
+    capacity_bytes: int | None = None
+    used_bytes: int = 0
+    num_leases: int = 0
+    num_evicted: int = 0
+    models: tuple[StoredKV, ...] = ()
+
+
+class KVLease(ABC):
+    """Stored blocks of a prefix, which stay as they are until `release`; used by one task.
+
+    Attributes:
+        num_tokens: The number of first tokens that are stored.
+    """
+
+    num_tokens: int
+
+    @abstractmethod
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        """Return the content of the blocks of `num_tokens` tokens from the start of `first_block`.
+
+        It is valid until the next read or `release`, and must not be written to. Does not block the event
+        loop. A cancellation stops it.
+
+        Raises:
+            ValueError: they are not all leased.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let the blocks be evicted again; harmless if called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class KVPut(ABC):
+    """Room for the blocks of a prefix that are not stored yet; used by one task.
+
+    No block of the prefix is evicted until `release`. Room for blocks that were not written is given back
+    then; those that were written stay.
+
+    Attributes:
+        first_block: The first block that is to be written: those before it are stored.
+        num_tokens: How many of the first tokens will be stored once all blocks are written. Fewer than the
+            prefix has if there is no room for more, or they are not worth it.
+    """
+
+    first_block: int
+    num_tokens: int
+
+    @abstractmethod
+    async def write(self, pages: KVPages) -> None:
+        """Copy blocks into the store, in order; they can be found once this returns.
+
+        Blocks that are stored already are skipped. Does not block the event loop. A cancellation waits until
+        nothing is copied any more, and keeps none of these blocks.
+
+        Raises:
+            ValueError: the pages do not follow those before, or there is no room for them.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """End the put; harmless if called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class KVStore(AsyncContextManagerMixin, ABC):
+    """Keeps KV blocks by content until their room is wanted. Belongs to one event loop; enter it to use it.
+
+    Blocks are evicted one by one, a block never before those that follow it, and none that is leased. A store
+    may lose any block at any time, whole: that costs a prefill, and never a token.
+    """
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        """Open the store; on leaving what it holds is forgotten, unless it says otherwise."""
+        yield self
+
+    @abstractmethod
+    def lookup(self, prefix: KVPrefix) -> int:
+        """Return how many of the first tokens are stored now. Changes nothing, also not what goes first."""
+
+    @abstractmethod
+    def lease(self, prefix: KVPrefix) -> KVLease:
+        """Lease the stored blocks of a prefix, as many of the first as there are, which may be none.
+
+        Release it, or use it as a context manager. The blocks count as used now.
+        """
+
+    @abstractmethod
+    def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
+        """Make room for the blocks of a prefix that are not stored, the first ones first.
+
+        Release it, or use it as a context manager. Blocks that are worth less, by the seconds that they save
+        for each byte, and those used longest ago go for it.
+
+        Args:
+            prefix: Its tokens, as far as they have keys and values.
+            prefill_s: The seconds in which its tokens would be computed again; 0 if that is not known.
+            copy_s: The seconds in which its blocks are saved and restored; no room is made unless that is
+                less.
+        """
+
+    @abstractmethod
+    def view(self) -> KVStoreView:
+        """Return the store as it is now; cheap."""
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()

@@ -1,0 +1,11 @@
+"""The stores of KV blocks behave as every such store must."""
+
+from __future__ import annotations
+
+from hotswap.backends.kv_stores import HostKVStore
+from hotswap.testing.conformance import KVStoreConformance
+
+
+class TestHostKVStore(KVStoreConformance):
+    def make_store(self, capacity_bytes: int) -> HostKVStore:
+        return HostKVStore(capacity_bytes)

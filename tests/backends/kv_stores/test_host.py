@@ -1,0 +1,196 @@
+"""What a store in host memory promises beside what every KV store does: memory, threads, its index."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from random import Random
+
+import anyio
+import numpy as np
+import pytest
+
+from hotswap import ModelId
+from hotswap.abc import KVLayout, KVPages, KVPrefix
+from hotswap.backends.kv_index import KVIndex, StoredBlock
+from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.kv_stores.arena import PAGE_BYTES, Arena, Pages
+from hotswap.errors import ConfigError
+
+
+def layout(block_bytes: int, weights: str = "w") -> KVLayout:
+    return KVLayout(
+        model=ModelId(weights),
+        weights=weights,
+        adapter=None,
+        block_tokens=4,
+        layers=((1, 4, 4, "float32"),),
+        block_bytes=block_bytes,
+    )
+
+
+def pages(first_block: int, num_blocks: int, block_bytes: int) -> KVPages:
+    data = b"".join(bytes([first_block + at + 1]) * block_bytes for at in range(num_blocks))
+    return KVPages(first_block, 4 * num_blocks, memoryview(bytearray(data)))
+
+
+async def save(store: HostKVStore, prefix: KVPrefix) -> int:
+    with store.put(prefix) as put:
+        count = put.num_tokens // 4 - put.first_block
+        if count > 0:
+            await put.write(pages(put.first_block, count, prefix.layout.block_bytes))
+        return put.num_tokens
+
+
+async def test_blocks_of_any_size_share_the_budget_whatever_was_there_before() -> None:
+    """Pages of evicted blocks serve others at once, however scattered they are."""
+    random = Random(1)
+    async with HostKVStore(64 * PAGE_BYTES) as store:
+        for number in range(60):
+            size = random.choice([100, PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES + 17])
+            first = 1000 * number
+            prefix = KVPrefix(layout(size, f"w{number}"), range(first, first + 4 * random.randrange(1, 10)))
+            assert await save(store, prefix) == len(prefix.tokens)
+            with store.lease(prefix) as lease:
+                read = await lease.read(0, lease.num_tokens)
+                assert bytes(read.data) == bytes(pages(0, prefix.num_full, size).data)
+            assert store.view().used_bytes <= 64 * PAGE_BYTES
+
+
+async def test_large_copies_are_made_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    write, read = Arena.write, Arena.read
+
+    def note_write(self: Arena, blocks: Sequence[Pages], data: memoryview) -> None:
+        threads.append(threading.get_ident())
+        write(self, blocks, data)
+
+    def note_read(self: Arena, blocks: Sequence[Pages], out: memoryview, block_bytes: int) -> None:
+        threads.append(threading.get_ident())
+        read(self, blocks, out, block_bytes)
+
+    monkeypatch.setattr(Arena, "write", note_write)
+    monkeypatch.setattr(Arena, "read", note_read)
+    prefix = KVPrefix(layout((1 << 20) + 1), range(8))
+    async with HostKVStore("16 MiB") as store:
+        await save(store, prefix)
+        with store.lease(prefix) as lease:
+            await lease.read(0, 8)
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
+async def test_pages_that_were_written_are_taken_before_new_ones() -> None:
+    """New pages cost ten times as much to write."""
+    arena = Arena(1000 * PAGE_BYTES)
+    for _ in range(50):
+        blocks = [arena.allocate(3 * PAGE_BYTES) for _ in range(10)]
+        assert max(int(block.max()) for block in blocks) < 30
+        for block in blocks:
+            arena.free(block)
+
+
+async def test_a_read_of_neighbouring_pages_copies_nothing() -> None:
+    prefix = KVPrefix(layout(2 * PAGE_BYTES), range(16))
+    async with HostKVStore("1 MiB") as store:
+        await save(store, prefix)
+        with store.lease(prefix) as one, store.lease(prefix) as other:
+            first, second = await one.read(0, 16), await other.read(0, 16)
+            assert np.shares_memory(np.frombuffer(first.data, np.uint8), np.frombuffer(second.data, np.uint8))
+
+
+async def test_a_store_that_was_left_is_empty_and_can_be_entered_again() -> None:
+    prefix = KVPrefix(layout(PAGE_BYTES), range(8))
+    store = HostKVStore("1 MiB")
+    for _ in range(2):
+        async with store:
+            assert store.lookup(prefix) == 0
+            await save(store, prefix)
+            assert store.lookup(prefix) == 8
+    assert store.view().used_bytes == 0
+
+
+def test_a_capacity_that_is_no_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="capacity"):
+        HostKVStore("much")
+
+
+async def test_a_put_that_is_cancelled_while_a_thread_copies_waits_for_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the pages would go to another block while they are still written."""
+    began, go_on = threading.Event(), threading.Event()
+    write = Arena.write
+
+    def slow(self: Arena, blocks: Sequence[Pages], data: memoryview) -> None:
+        began.set()
+        go_on.wait()
+        write(self, blocks, data)
+
+    prefix = KVPrefix(layout(1 << 20), range(8))
+    ended = anyio.Event()
+    async with HostKVStore("2 MiB") as store:
+
+        async def put() -> None:
+            with anyio.CancelScope() as scope:
+                scopes.append(scope)
+                await save(store, prefix)
+            ended.set()
+
+        scopes: list[anyio.CancelScope] = []
+        monkeypatch.setattr(Arena, "write", slow)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(put)
+            await anyio.to_thread.run_sync(began.wait)
+            scopes[0].cancel()
+            await anyio.wait_all_tasks_blocked()
+            assert not ended.is_set()
+            assert store.view().used_bytes == 2 << 20
+            go_on.set()
+        assert store.lookup(prefix) == 0
+        assert store.view().used_bytes == 0
+
+
+def test_an_index_stays_within_its_budget_and_finds_beginnings_whatever_happens() -> None:
+    """Ten thousand random steps: every count right, and a block never without those before it."""
+    random, one = Random(3), layout(10)
+    index = KVIndex[int](200)
+    leased: list[StoredBlock[int]] = []
+    stored: dict[bytes, StoredBlock[int]] = {}
+    for step in range(10_000):
+        tokens = [random.randrange(3) for _ in range(random.randrange(1, 30))]
+        prefix = KVPrefix(one, tokens)
+        found = index.find(prefix)
+        num_full = min(len(found.blocks), found.num_tokens // 4)
+        if random.random() < 0.2 and leased:
+            index.release(leased.pop(random.randrange(len(leased))))
+        elif random.random() < 0.3 and found.blocks and len(leased) < 3:
+            index.lease(found.blocks[-1])
+            leased.append(found.blocks[-1])
+        elif num_full < prefix.num_blocks and found.num_tokens < len(tokens):
+            before = found.blocks[num_full - 1] if num_full else None
+            if before is not None:
+                index.lease(before)
+            evicted = index.reserve(10, random.random())
+            if before is not None:
+                index.release(before)
+            if evicted is not None:
+                for gone in evicted:
+                    del stored[gone.key]
+                block = StoredBlock(
+                    prefix.key(num_full),
+                    prefix.parent(num_full),
+                    prefix.tokens_of(num_full),
+                    one.model,
+                    step,
+                    10,
+                    random.random(),
+                )
+                stored[block.key] = block
+                for covered in index.add(block):
+                    del stored[covered.key]
+        assert index.used_bytes == 10 * len(stored) == 10 * len(index) <= 200
+        assert all(index.get(block.key) is block for block in leased)
+        roots = {KVPrefix(one, ()).parent(0)}
+        assert all(block.parent in stored or block.parent in roots for block in stored.values())
+    assert index.num_evicted > 500
