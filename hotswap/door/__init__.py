@@ -4,10 +4,11 @@
 """
 
 from hotswap.door.app import create_app
+from hotswap.door.calls import ToolFormat
 from hotswap.door.keys import ApiKey
 from hotswap.door.limits import Limits
 from hotswap.door.metrics import Metrics, PrometheusMetrics
-from hotswap.door.parsers import ReasoningFormat, ToolFormat
+from hotswap.door.parsers import ReasoningFormat
 from hotswap.door.served import Served
 from hotswap.door.server import listen
 

@@ -25,6 +25,7 @@ from hotswap.door.listing import ModelListing
 from hotswap.door.messages import Messages
 from hotswap.door.metrics import Metrics
 from hotswap.door.operators import EventsEndpoint, Operators
+from hotswap.door.responses import Responses
 from hotswap.door.served import Served
 from hotswap.door.texts import TextEndpoints
 from hotswap.door.wire import to_json
@@ -72,6 +73,7 @@ def _openai_routes(door: Door) -> list[BaseRoute]:
         Route("/v1/models/{model:path}", answering(listing.one)),
         Route("/v1/completions", Completions(door), methods=["POST"]),
         Route("/v1/chat/completions", Chats(door), methods=["POST"]),
+        Route("/v1/responses", Responses(door), methods=["POST"]),
         Route("/v1/messages", Messages(door), methods=["POST"]),
         Route("/v1/embeddings", answering(_no_embeddings), methods=["POST"]),
         Route("/tokenize", answering(texts.tokenize), methods=["POST"]),

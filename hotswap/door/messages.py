@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hotswap import Chat, Token
-from hotswap.chat import is_large
+from hotswap import Token
+from hotswap.door.calls import Part
+from hotswap.door.conversation import CallForm, ParserMaker, call_schema, make_chat, parser_maker
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import Answer, Endpoint, Generation, UsageTotal, new_id
-from hotswap.door.parsers import AnswerParser, Piece, ToolCall
+from hotswap.door.parsers import Parsed, ToolCall, gathered
 from hotswap.door.protocol import Strict
 from hotswap.door.sampling import sampling_of
-from hotswap.door.served import Served, resolve
+from hotswap.door.served import resolve
 from hotswap.door.wire import named_event
-from hotswap.worker_threads import run_in_thread
 
 __all__ = ["Messages", "MessagesAnswer"]
 
@@ -40,6 +40,14 @@ class TextBlock(Strict):
     cache_control: dict[str, Any] | None = None  # of no effect: all prefixes are kept
 
 
+class ThinkingBlock(Strict):
+    """Reasoning of an answer, as it was told."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(Strict):
     """A call that an answer has made."""
 
@@ -60,7 +68,7 @@ class ToolResultBlock(Strict):
     cache_control: dict[str, Any] | None = None
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class Message(Strict):
@@ -80,9 +88,10 @@ class ToolBody(Strict):
 
 
 class ToolChoiceBody(Strict):
-    """Whether an answer may call."""
+    """Whether an answer may call, or has to."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -109,30 +118,42 @@ class Messages(Endpoint):
     async def prepare(self, body: bytes) -> Generation:
         asked = MessagesBody.model_validate_json(body)
         name = resolve(self.door.fleet, asked.model)
+        has_tools = bool(asked.tools) and (asked.tool_choice is None or asked.tool_choice.type != "none")
+        called = _called(asked)
+        messages = [*_system(asked.system), *(line for one in asked.messages for line in _lines(one))]
+        tools = [_tool(tool) for tool in asked.tools or ()] if has_tools else None
+        chat = await make_chat(messages, tools=tools)
+        parsers = await parser_maker(self.door, name, chat, has_tools=has_tools, is_call=called is not None)
         fields = {
             "max_tokens": asked.max_tokens,
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "top_k": asked.top_k,
             "stop": asked.stop_sequences,
+            "json_schema": called,
+            **parsers.sampling,
         }
-        sampling = sampling_of(self.door, name, fields)
-        has_tools = bool(asked.tools) and (asked.tool_choice is None or asked.tool_choice.type != "none")
-        messages = [*_system(asked.system), *(line for one in asked.messages for line in _lines(one))]
-        tools = [_tool(tool) for tool in asked.tools or ()] if has_tools else None
-
-        def make() -> Chat:
-            return Chat(messages, tools=tools)
-
-        chat = await run_in_thread(make) if is_large(messages) else make()
         id = new_id("msg")
-        answer = MessagesAnswer(id, asked.model, self.door.how(name), has_tools=has_tools)
         return Generation(
-            id=id, name=name, prompts=(chat,), sampling=sampling, stream=asked.stream, answer=answer
+            id=id,
+            name=name,
+            prompts=(chat,),
+            sampling=sampling_of(self.door, name, fields),
+            stream=asked.stream,
+            answer=MessagesAnswer(id, asked.model, parsers),
         )
 
     def refused(self, refusal: Refusal) -> object:
         return _error(refusal)
+
+
+def _called(asked: MessagesBody) -> dict[str, Any] | None:
+    """Return the schema of a call that the answer has to be; `None` where the model may choose."""
+    choice = asked.tool_choice
+    if choice is None or choice.type not in ("any", "tool"):
+        return None
+    forms = [CallForm(tool.name, tool.input_schema) for tool in asked.tools or ()]
+    return call_schema(forms, (choice.name or "") if choice.type == "tool" else None)
 
 
 def _system(system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
@@ -157,7 +178,9 @@ def _lines(message: Message) -> list[dict[str, Any]]:
         for block in message.content
         if isinstance(block, ToolUseBlock)
     ]
-    own = [{"role": message.role, "content": text, **({"tool_calls": calls} if calls else {})}]
+    thought = "\n".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
+    more = {"tool_calls": calls, "reasoning_content": thought}
+    own = [{"role": message.role, "content": text, **{name: value for name, value in more.items() if value}}]
     return [*results, *(own if text or calls or not results else [])]
 
 
@@ -173,9 +196,9 @@ def _tool(tool: ToolBody) -> dict[str, Any]:
 class MessagesAnswer(Answer):
     """Blocks of text and of calls, each with a beginning, its parts and an end."""
 
-    def __init__(self, id: str, model: str, served: Served, *, has_tools: bool) -> None:
+    def __init__(self, id: str, model: str, parsers: ParserMaker) -> None:
         self._id, self._model = id, model
-        self._parser = AnswerParser(served.tool_format if has_tools else None, served.reasoning_format)
+        self._parser = parsers.make()
         self._num_blocks = 0
         self._open = ""
         self._finish: str | None = None
@@ -187,9 +210,7 @@ class MessagesAnswer(Answer):
     def chunk(self, index: int, tokens: Sequence[Token]) -> bytes:
         self._finish = tokens[-1].finish_reason
         text = "".join([token.text for token in tokens])
-        piece = self._parser.push(text, last=self._finish is not None)
-        parts = self._part("thinking", piece.reasoning), self._part("text", piece.content)
-        return b"".join((*parts, *map(self._call, piece.calls)))
+        return b"".join(map(self._part, self._parser.push(text, last=self._finish is not None)))
 
     def end(self, usage: UsageTotal) -> bytes:
         delta = {"stop_reason": self._reason(), "stop_sequence": None}
@@ -206,10 +227,10 @@ class MessagesAnswer(Answer):
     def whole(self, choices: Sequence[Sequence[Token]], usage: UsageTotal) -> object:
         (tokens,) = choices
         self._finish = tokens[-1].finish_reason
-        piece = self._parser.push("".join([token.text for token in tokens]), last=True)
+        parsed = gathered(self._parser.push("".join([token.text for token in tokens]), last=True))
         return {
             **self._message(),
-            "content": _blocks(piece),
+            "content": _blocks(parsed),
             "stop_reason": self._reason(),
             "usage": _usage(usage),
         }
@@ -229,21 +250,15 @@ class MessagesAnswer(Answer):
             return "max_tokens"
         return "tool_use" if self._parser.num_calls else "end_turn"
 
-    def _part(self, kind: Literal["text", "thinking"], text: str) -> bytes:
-        if not text:
-            return b""
-        begun = b""
-        if self._open != kind:
-            begun = self._begin_block(kind, {"type": kind, kind: ""})
-        return begun + self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _call(self, call: ToolCall) -> bytes:
-        empty: dict[str, object] = {}
-        block = {"type": "tool_use", "id": new_id("toolu"), "name": call.name, "input": empty}
-        begun = self._begin_block("tool_use", block)
-        return (
-            begun + self._delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
-        )
+    def _part(self, part: Part) -> bytes:
+        """Go on with the block that is open, or begin that of a part."""
+        if part.kind == "arguments":
+            return self._delta({"type": "input_json_delta", "partial_json": part.text})
+        if part.kind == "call":
+            return self._begin_block("tool_use", _tool_use(part.text, {}))
+        kind = "thinking" if part.kind == "reasoning" else "text"
+        begun = b"" if self._open == kind else self._begin_block(kind, _text_block(kind, ""))
+        return begun + self._delta({"type": f"{kind}_delta", kind: part.text})
 
     def _begin_block(self, kind: str, block: Mapping[str, Any]) -> bytes:
         closed, self._open = self._close(), kind
@@ -264,22 +279,27 @@ class MessagesAnswer(Answer):
         )
 
 
-def _blocks(piece: Piece) -> list[dict[str, Any]]:
+def _blocks(parsed: Parsed) -> list[dict[str, Any]]:
     blocks = list[dict[str, Any]]()
-    if piece.reasoning:
-        blocks.append({"type": "thinking", "thinking": piece.reasoning})
-    if piece.content or not piece.calls:
-        blocks.append({"type": "text", "text": piece.content})
-    return blocks + [
-        {"type": "tool_use", "id": new_id("toolu"), "name": call.name, "input": _input(call)}
-        for call in piece.calls
-    ]
+    if parsed.reasoning:
+        blocks.append(_text_block("thinking", parsed.reasoning))
+    if parsed.content or not parsed.calls:
+        blocks.append(_text_block("text", parsed.content))
+    return blocks + [_tool_use(call.name, _input(call)) for call in parsed.calls]
+
+
+def _text_block(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
+
+
+def _tool_use(name: str, given: object) -> dict[str, Any]:
+    return {"type": "tool_use", "id": new_id("toolu"), "name": name, "input": given}
 
 
 def _input(call: ToolCall) -> object:
     try:
         return json.loads(call.arguments)
-    except ValueError:
+    except ValueError:  # the answer was cut off
         return {}
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotswap import Fleet
-from hotswap.door.parsers import ReasoningFormat, ToolFormat
+from hotswap.door.calls import ToolFormat
+from hotswap.door.parsers import ReasoningFormat
 from hotswap.errors import UnknownModel
 from hotswap.request import ModelId
 

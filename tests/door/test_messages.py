@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from hotswap import Adapter, Chat, Fleet, ModelId, Sampling
-from hotswap.abc import TextSettings
+from hotswap.abc import TextSettings, Tokenizer
 from hotswap.door import create_app
+from hotswap.door.conversation import ParserMaker
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import UsageTotal
 from hotswap.door.messages import MessagesAnswer
@@ -33,6 +34,16 @@ class Plain:
         return "".join(message["content"] for message in chat.messages)
 
 
+class Ascii:
+    """One token is one character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token % 128) for token in tokens)
+
+
 class WithTemplate(WithTokenizer):
     async def text_settings(self, model: ModelId) -> TextSettings:
         return TextSettings(chat_template=Plain())
@@ -42,8 +53,8 @@ class WithTemplate(WithTokenizer):
 
 
 @asynccontextmanager
-async def door() -> AsyncGenerator[tuple[Fleet, httpx.AsyncClient]]:
-    async with sim_fleet("a", store=WithTemplate(store_of("a")), scheduler=Idle()) as fleet:
+async def door(tokenizer: Tokenizer | None = None) -> AsyncGenerator[tuple[Fleet, httpx.AsyncClient]]:
+    async with sim_fleet("a", store=WithTemplate(store_of("a"), tokenizer), scheduler=Idle()) as fleet:
         await fleet.swap("e0", to="a")
         async with client_of(create_app(fleet)) as client:
             yield fleet, client
@@ -115,9 +126,24 @@ async def test_calls_and_their_results_go_to_the_template() -> None:
         assert answer["content"][0]["text"] == right.text
 
 
+@virtual_time
+async def test_reasoning_that_the_prompt_begins_is_told_apart() -> None:
+    async with door(Ascii()) as (fleet, _):
+        served = {"a": Served(reasoning_format="think")}
+        said = [{"role": "user", "content": "ab<think>\n"}]
+        right = await fleet.generate("a", "ab<think>\n", Sampling(max_tokens=20, skip_special_tokens=False))
+        async with client_of(create_app(fleet, served=served)) as client:
+            body = {"model": "a", "messages": said, "max_tokens": 20, "temperature": 0}
+            chat = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+            assert (chat["reasoning_content"], chat["content"]) == (right.text, "")
+            thought = (await client.post(PATH, json=body)).json()["content"]
+            assert thought[0]["thinking"] == right.text
+            assert [block["type"] for block in thought] == ["thinking", "text"]
+
+
 def test_a_call_is_a_block_of_its_own() -> None:
     text = 'So.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    answer = MessagesAnswer("msg-1", "a", Served(), has_tools=True)
+    answer = MessagesAnswer("msg-1", "a", ParserMaker(served=Served(), has_tools=True))
     parts = [Token(id=1, index=at, text=letter) for at, letter in enumerate(text)]
     parts.append(Token(id=0, index=len(text), finish_reason="stop"))
     usage = UsageTotal(prompt_tokens=3, generated_tokens=9, reused_tokens=1)
@@ -126,6 +152,9 @@ def test_a_call_is_a_block_of_its_own() -> None:
     started = [value["content_block"]["type"] for name, value in told if name == "content_block_start"]
     assert started == ["text", "tool_use"]
     assert [value["index"] for name, value in told if name == "content_block_stop"] == [0, 1]
+    # The arguments come as they are written, a token at a time.
+    deltas = [value["delta"] for name, value in told if name == "content_block_delta"]
+    assert [d["partial_json"] for d in deltas if d["type"] == "input_json_delta"] == list('{"x": 1}')
     (last,) = [value for name, value in told if name == "message_delta"]
     assert last["delta"]["stop_reason"] == "tool_use"
     assert last["usage"] == {"input_tokens": 2, "cache_read_input_tokens": 1, "output_tokens": 9}

@@ -113,7 +113,9 @@ async def test_an_async_client_calls_a_tool(source: Path, tmp_path: Path, choice
         assert call.type == "function"
         assert (call.function.name, json.loads(call.function.arguments)) == ("a", {"b": "c"})
         async with client.chat.completions.stream(**asked) as stream:
+            pieces = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
             final = await stream.get_final_completion()
+        assert len(pieces) > 3  # as they are written
         (streamed,) = final.choices[0].message.tool_calls or []
         assert streamed.function.arguments == call.function.arguments
         # What was called goes back as a message, its arguments as text.

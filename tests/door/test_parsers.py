@@ -8,19 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswap.door.parsers import AnswerParser, ToolCall
+from hotswap.door.calls import Part, ToolFormat
+from hotswap.door.parsers import AnswerParser, ToolCall, gathered
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = ToolCall("add", json.dumps({"a": 1}))
 
 
 def parsed(parser: AnswerParser, parts: list[str]) -> tuple[str, str, list[ToolCall]]:
-    pieces = [parser.push(part, last=at == len(parts) - 1) for at, part in enumerate(parts)]
-    return (
-        "".join(piece.content for piece in pieces),
-        "".join(piece.reasoning for piece in pieces),
-        [call for piece in pieces for call in piece.calls],
-    )
+    found = [piece for at, part in enumerate(parts) for piece in parser.push(part, last=at == len(parts) - 1)]
+    answer = gathered(found)
+    assert parser.num_calls == len(answer.calls)
+    return answer.content, answer.reasoning, answer.calls
 
 
 CASES = [
@@ -37,6 +36,13 @@ CASES = [
         [ADD],
     ),
     ("<tool_call>{", "<tool_call>{", "", []),
+    ("a \n<tool_call>no json", "a \n<tool_call>no json", "", []),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", "", [ADD]),
+    ('<tool_call>{"name": "add"}</tool_call>x', "x", "", [ToolCall("add", "{}")]),
+    ('<tool_call>{"name": "add", "arguments": {"a', "", "", [ToolCall("add", '{"a')]),
+    (CALL.replace("1", '"</tool_call>\\"}"'), "", "", [ToolCall("add", '{"a": "</tool_call>\\"}"}')]),
+    (CALL.replace("{", '{"id": [1, "}"], ', 1), "", "", [ADD]),
+    (CALL.replace("}\n</", "} what </") + "then", "then", "", [ADD]),
     ("<think>hm < hm</think>\n\nSo: <b>", "So: <b>", "hm < hm", []),
     ("<think>endless", "", "endless", []),
     (f"<think>Add?</think>{CALL}", "", "Add?", [ADD]),
@@ -56,13 +62,48 @@ def test_a_text_is_parsed_alike_in_any_parts(
 
 def test_text_is_passed_on_as_soon_as_it_can_be_no_mark() -> None:
     parser = AnswerParser("hermes")
-    assert parser.push("Hello <").content == "Hello"
-    assert parser.push("b").content == " <b"
+    assert gathered(parser.push("Hello <")).content == "Hello"
+    assert gathered(parser.push("b")).content == " <b"
 
 
-def test_calls_of_mistral_are_a_list_up_to_the_end() -> None:
-    text = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "b", "arguments": "{}"}]'
-    assert parsed(AnswerParser("mistral"), list(text)) == ("", "", [ADD, ToolCall("b", "{}")])
+@pytest.mark.parametrize(
+    ("parser", "before"),
+    [
+        (AnswerParser("hermes"), '<tool_call>{"name": "add", "arguments": '),
+        (AnswerParser("mistral"), '[TOOL_CALLS][{"name": "add", "arguments": '),
+        (AnswerParser("mistral"), "[TOOL_CALLS]add[ARGS]"),
+        (AnswerParser(is_call=True), '{"name": "add", "arguments": '),
+    ],
+)
+def test_arguments_are_passed_on_as_they_are_written(parser: AnswerParser, before: str) -> None:
+    assert parser.push(before) == []
+    assert parser.push('{"a') == [Part("call", "add"), Part("arguments", '{"a')]
+    for letter in '": 1}':
+        assert parser.push(letter) == [Part("arguments", letter)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "b", "arguments": "{}"}]',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]\n[TOOL_CALLS][{"name": "b"}]',
+        '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]b[CALL_ID]x1[ARGS]{}',
+        '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]b{}',
+    ],
+)
+def test_calls_of_mistral_go_up_to_the_end(text: str) -> None:
+    for parts in (list(text), [text]):
+        assert parsed(AnswerParser("mistral"), parts) == ("", "", [ADD, ToolCall("b", "{}")])
+
+
+@given(st.text('<>/[]{}":,\\ think_calTOL_CSarguments1', max_size=60), st.data())
+def test_no_text_is_lost_or_fails(text: str, data: st.DataObject) -> None:
+    formats: list[ToolFormat | None] = ["hermes", "mistral", None]
+    tools = data.draw(st.sampled_from(formats))
+    answer = AnswerParser(tools, data.draw(st.sampled_from(["think", None])))
+    content, reasoning, calls = parsed(answer, [*text, ""])
+    if not calls and not reasoning:
+        assert content == text
 
 
 def test_reasoning_that_the_template_has_begun_needs_no_mark() -> None:
