@@ -27,7 +27,9 @@ from hotswap.door.metrics import Metrics
 from hotswap.door.operators import EventsEndpoint, Operators
 from hotswap.door.responses import Responses
 from hotswap.door.served import Served
+from hotswap.door.summary import Summaries
 from hotswap.door.texts import TextEndpoints
+from hotswap.door.ui import Page
 from hotswap.door.wire import to_json
 
 __all__ = ["create_app"]
@@ -96,6 +98,8 @@ def _operators_routes(door: Door) -> list[BaseRoute]:
         *(Route(f"/admin/{name}", for_operators(verb), methods=["POST"]) for name, verb in verbs.items()),
         *(Route(f"/admin/{name}", for_operators(view)) for name, view in views.items()),
         Route("/admin/events", EventsEndpoint(door), methods=["GET"]),
+        Route("/admin/summary", for_operators(Summaries(door.fleet).summary)),
+        Route("/ui", answering(Page().page)),
     ]
 
 

@@ -19,7 +19,7 @@ from hotswap.errors import ConfigError
 __all__ = ["ApiKey", "Guard", "KeyUse", "use_of"]
 
 _USE = "hotswap.key"
-_OPEN = frozenset({"/live", "/health", "/ready"})
+_OPEN = frozenset({"/live", "/health", "/ready", "/ui"})
 _OPERATORS = ("/admin/", "/metrics")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
@@ -126,7 +126,7 @@ class Guard:
     """Lets requests through that have a key where one is needed; an application round another.
 
     Clients need a key if there are any of clients, operators if there are any of operators; without one of
-    these, only this machine may call what is for operators. `/live`, `/health` and `/ready` need none.
+    these, only this machine may call what is for operators. `/live`, `/health`, `/ready` and `/ui` need none.
 
     Args:
         app: What is guarded.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from anyio import AsyncContextManagerMixin
@@ -13,6 +14,7 @@ from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRe
 from hotswap.engine import Engine
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
+from hotswap.request import ModelId
 from hotswap.router import Router
 from hotswap.runtime.adapters import Adapters
 from hotswap.runtime.core import Core
@@ -306,11 +308,16 @@ class Fleet(Requests, AsyncContextManagerMixin):
         self._core.lifetime.check_open()
         return EventStream(self._core.state.events, self._core.lifetime, after)
 
-    def view(self) -> FleetView:
-        """The fleet at this moment, as schedulers see it; routers do not see what runs."""
+    def view(self, *, running: bool = True) -> FleetView:
+        """The fleet at this moment, as schedulers see it, or without the requests that run, as routers do."""
         self._core.lifetime.check_loop()
         self._core.state.refresh(progress=True)
-        return LiveView.of(self._core.state, running=True).complete()
+        return LiveView.of(self._core.state, running=running).complete()
+
+    @property
+    def num_tokens(self) -> Mapping[ModelId, int]:
+        """How many tokens the requests of each model have been given so far; other models have 0."""
+        return MappingProxyType(self._core.state.num_tokens)
 
     @property
     def models(self) -> Models:

@@ -47,6 +47,7 @@ class FleetState(Registry):
         suspect: The request that is suspected to take instances down, if one runs.
         num_running: Requests by model that are assigned to instances.
         num_failed_loads: By model, since the last load that succeeded.
+        num_tokens: Tokens that requests were given, by model.
         index: The instances by model, for views.
         store: Where weights are.
         version: Another number after every change that `changed` waits for.
@@ -61,12 +62,11 @@ class FleetState(Registry):
         self.instances: dict[InstanceId, Instance] = {}
         self.entering: dict[EnteringRequest, None] = {}
         self.requests: dict[RequestId, ActiveRequest] = {}
-        self.queue = Queue()
+        self.queue, self.index = Queue(), Index()
         self.rolls: list[tuple[ModelId, ModelId]] = []
         self.suspect: RequestId | None = None
-        self.num_running: Counter[ModelId] = Counter()
+        self.num_running, self.num_tokens = Counter[ModelId](), Counter[ModelId]()
         self.num_failed_loads: Counter[ModelId] = Counter()
-        self.index = Index()
         self.demand, self.times, self.events = Demand(), MeasuredTimes(), EventLog()
         self._last_evicted_s: dict[ModelId, float] = {}
         self._num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
@@ -112,8 +112,8 @@ class FleetState(Registry):
 
     def remove_model(self, model: ModelId) -> None:
         super().remove_model(model)
-        self.num_failed_loads.pop(model, None)
-        self._last_evicted_s.pop(model, None)
+        for of in (self.num_failed_loads, self.num_tokens, self._last_evicted_s):
+            of.pop(model, None)
 
     # ------------------------------------------------------------------ instances
 
@@ -339,6 +339,7 @@ class FleetState(Registry):
 
     def note_token(self, request: ActiveRequest) -> None:
         """Note a token of a request that runs; a suspect is none any more."""
+        self.num_tokens[request.request.model] += 1
         if (instance := request.instance) is not None and request.request.id in instance.turn.opening:
             tokens = instance.turn.got_token(request.request.id)
             self.times.learn_turn(tokens, current_time() - (instance.serving_since_s or 0.0))
