@@ -8,7 +8,7 @@ Engines
     its state; `ModelCard`, which it loads; `Request`, and `TokenQueue` for the `TokenStream` of its tokens.
     Optional abilities: `SupportsPreload`, `SupportsAdapters`, `SupportsGrammars`, `SupportsKVLimit`,
     `SupportsModelCheck`, `SupportsModelTrial`, `SupportsMigration` (with `KVSource`, `KVSink`, `KVLayout`,
-    `KVPages`, `Stopped`).
+    `KVPages`, `Stopped`), `SupportsKVListing` (with `CachedKV`).
 Stores
     `WeightStore`, `WrapperStore` to wrap another; `Manifest`, `Shard`, `TensorSpec`, `HostChunk`,
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
@@ -52,6 +52,7 @@ from hotswap.engine import (
 )
 from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore, KVStoreView, StoredKV
 from hotswap.migration import (
+    CachedKV,
     KVLayout,
     KVPages,
     KVSink,
@@ -60,6 +61,7 @@ from hotswap.migration import (
     Mover,
     MoveView,
     Stopped,
+    SupportsKVListing,
     SupportsMigration,
 )
 from hotswap.model import (
@@ -127,6 +129,7 @@ __all__ = [
     "Adapter",
     "AdapterId",
     "AdapterView",
+    "CachedKV",
     "Channel",
     "Chat",
     "ChatTemplate",
@@ -187,6 +190,7 @@ __all__ = [
     "SupportsGrammars",
     "SupportsImport",
     "SupportsKVLimit",
+    "SupportsKVListing",
     "SupportsLeastTokens",
     "SupportsLend",
     "SupportsLendFiles",

@@ -23,6 +23,7 @@ from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.view import InstanceView
 
 __all__ = [
+    "CachedKV",
     "KVLayout",
     "KVPages",
     "KVSink",
@@ -31,6 +32,7 @@ __all__ = [
     "MoveView",
     "Mover",
     "Stopped",
+    "SupportsKVListing",
     "SupportsMigration",
 ]
 
@@ -194,6 +196,45 @@ class SupportsMigration(Protocol):
 
         Raises:
             MigrationAborted: the engine does not serve its model, or could not hold it.
+            InstanceLost: the engine is gone.
+        """
+        ...
+
+
+class CachedKV(ABC):
+    """KV blocks that an engine keeps of requests that have ended, until it needs their room.
+
+    Attributes:
+        layout: The format of the blocks.
+        tokens: The tokens whose keys and values they contain, from the start of a request on.
+    """
+
+    layout: KVLayout
+    tokens: tuple[int, ...]
+
+    @abstractmethod
+    async def read(self, first_block: int, num_tokens: int) -> KVPages:
+        """Return the content of the blocks of `num_tokens` tokens from the start of `first_block`.
+
+        Copied like the blocks of a `KVSource`. It is valid until the next read.
+
+        Raises:
+            MigrationAborted: the engine has used the blocks for others meanwhile, or unloaded the model.
+            InstanceLost: the engine is lost.
+        """
+
+
+@runtime_checkable
+class SupportsKVListing(Protocol):
+    """An engine that tells of which requests that have ended it keeps KV blocks."""
+
+    async def cached_kv(self) -> Sequence[CachedKV]:
+        """Return what is kept for the model that serves, the latest first; it keeps nothing longer for this.
+
+        Of prefixes that begin alike each is there with its beginning.
+
+        Raises:
+            MigrationAborted: its KV blocks cannot be read, or it serves no model.
             InstanceLost: the engine is gone.
         """
         ...

@@ -46,6 +46,11 @@ class AdapterAccounting(Generic[PlaceT]):
         """The adapters that are held."""
         return tuple(self._held)
 
+    @property
+    def places(self) -> dict[AdapterId, PlaceT]:
+        """What the engine knows each of them by."""
+        return {name: held.place for name, held in self._held.items()}
+
     def serve(self, model: ModelId) -> None:
         """Hold adapters of `model` from now on."""
         self._model = model

@@ -133,6 +133,16 @@ class BlockPool:
         """Return the block whose content has `key`; `None` if there is none."""
         return self._by_key.get(key)
 
+    def content(self, block: int) -> Content | None:
+        """Return the content of a block; `None` if it was not published."""
+        return self._contents.get(block)
+
+    def cached_ends(self) -> list[Content]:
+        """Return the contents of the cached blocks that no other follows, those released last first."""
+        parents = {content.parent for content in self._contents.values()}
+        cached = [self._contents[block] for block in reversed(self._cached)]
+        return [content for content in cached if content.key not in parents]
+
     def find_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Return a block that follows `parent` and begins with `tokens[0]`, and how many tokens it shares.
 

@@ -37,10 +37,12 @@ from hotswap.backends.torch.migration import (
     aborted,
     lent_sink,
     lent_source,
+    list_cached,
 )
 from hotswap.backends.torch.modeling import SkeletonCache
 from hotswap.backends.torch.parallel.nodes import StageNode
 from hotswap.backends.torch.placement import make_loader
+from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.streams import Streams
@@ -49,7 +51,7 @@ from hotswap.checks import check_counts
 from hotswap.engine import Engine, StatusListener
 from hotswap.errors import ConfigError, InstanceError, InstanceLost, RequestEvicted
 from hotswap.hardware import parse_bytes
-from hotswap.migration import KVSink, KVSource
+from hotswap.migration import CachedKV, KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
@@ -370,6 +372,15 @@ class TorchEngine(Engine):
         finally:
             if adapter is not None:
                 adapter.num_users -= 1
+
+    async def cached_kv(self) -> Sequence[CachedKV]:
+        context, model = self._migration_context(), self._model
+        if model is None:
+            raise aborted("export", f"engine {self.id!r} serves no model")
+        roots: dict[bytes, AdapterId | None] = {
+            root_key(context.epoch, serial): adapter for adapter, serial in self._adapters.serials.items()
+        }
+        return await list_cached(context, model, {root_key(context.epoch): None, **roots})
 
     # ------------------------------------------------------------------ faults
 

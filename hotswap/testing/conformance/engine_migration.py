@@ -12,7 +12,7 @@ import pytest
 
 from hotswap.engine import Engine
 from hotswap.errors import InstanceLost, MigrationAborted, RequestEvicted
-from hotswap.migration import KVPages, KVSink, KVSource, SupportsMigration
+from hotswap.migration import KVPages, KVSink, KVSource, SupportsKVListing, SupportsMigration
 from hotswap.request import Request, RequestId
 from hotswap.testing.conformance.engine_status import all_told
 from hotswap.testing.conformance.engine_suite import EngineSetup, EngineSuite, Reader, collect, no_requests
@@ -209,6 +209,32 @@ class MigrationChecks(EngineSuite):
             with suppress(InstanceLost):  # some engines do not come back
                 await pair.source.unload()
             await self.assert_all_raise((MigrationAborted, InstanceLost), source, sink)
+
+    @check
+    async def test_what_an_ended_request_left_is_listed_and_serves_another_engine(self) -> None:
+        async with self.pair() as pair:
+            if not isinstance(pair.source, SupportsKVListing):
+                pytest.skip("the engine does not list what it keeps of ended requests")
+            (first,) = self.long_requests(pair.setup.card, 1)
+            ended = [*first.prompt, *(token.id for token in await collect(pair.source, first))]
+            cached = await pair.source.cached_kv()
+            (entry,) = [one for one in cached if list(one.tokens) == ended[: len(one.tokens)]]
+            assert len(entry.tokens) >= len(ended) // 2, "most of it was to be kept"
+            again = first.continued(ended[len(first.prompt) : -1])
+            async with pair.take(again) as sink:
+                assert sink.layout == entry.layout
+                await sink.reserve(len(entry.tokens))
+                await sink.write(await entry.read(0, len(entry.tokens)))
+                await sink.commit(again.tokens)
+                async with pair.destination.stream(again) as tokens:
+                    token = await anext(tokens)
+                assert tokens.num_reused_tokens >= len(entry.tokens) - entry.layout.block_tokens
+            assert token.id == ended[-1]
+            await pair.source.unload()
+            await pair.source.load(pair.setup.card, pair.setup.store)
+            with pytest.raises(MigrationAborted):
+                await entry.read(0, len(entry.tokens))
+            assert await pair.source.cached_kv() == []
 
     @check
     async def test_no_blocks_at_all_may_be_written(self) -> None:

@@ -68,6 +68,11 @@ class AdapterManager:
         """The loaded adapters."""
         return self._accounting.names
 
+    @property
+    def serials(self) -> dict[AdapterId, int]:
+        """The numbers of the loads of the loaded adapters."""
+        return {name: slot.serial for name, slot in self._accounting.places.items()}
+
     def serve(self, model: ModelId, targets: Mapping[str, Target]) -> None:
         """Make an empty pool for the adapters of `model`.
 

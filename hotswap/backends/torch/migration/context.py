@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
+import torch
 from anyio.lowlevel import checkpoint
+from torch import Tensor
 
 from hotswap.backends.life import Life
 from hotswap.backends.torch.batcher import Sequence
@@ -15,7 +17,7 @@ from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.worker import Pieces, Worker
 from hotswap.errors import MigrationAborted
 from hotswap.migration import KVLayout
-from hotswap.request import Request, RequestId
+from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.worker_threads import in_thread
 
 __all__ = ["PIECE_BYTES", "Announced", "MigrationContext", "aborted", "beside"]
@@ -68,18 +70,26 @@ class MigrationContext:
 
     def layout_for(self, request: Request) -> KVLayout:
         """Return the layout of a request's KV blocks on this engine."""
+        return self.layout(request.model, request.adapter)
+
+    def layout(self, model: ModelId, adapter: AdapterId | None) -> KVLayout:
+        """Return the layout of the KV blocks of a model with an adapter."""
         layers = tuple(
             (shape.kv_heads, shape.key_dim, shape.value_dim, str(shape.dtype).removeprefix("torch."))
             for _, shape in sorted(self.cache.layers.items())
         )
         return KVLayout(
-            model=request.model,
+            model=model,
             weights=self.weights,
-            adapter=request.adapter,
+            adapter=adapter,
             block_tokens=self.cache.block_tokens,
             layers=layers,
             block_bytes=self.cache.block_bytes,
         )
+
+    def host_memory(self, size_bytes: int) -> Tensor:
+        """Return host memory for copies of blocks, pinned for a GPU: the driver would stage other memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.cache.device.type == "cuda")
 
     def refuse_if_gone(self) -> None:
         """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model was unloaded."""

@@ -82,10 +82,7 @@ class TorchKVSource(KVSource):
     def _room_for(self, num_tokens: int) -> Tensor:
         size_bytes = blocks_for(num_tokens, self.layout.block_tokens) * self.layout.block_bytes
         if len(self._buffer) < size_bytes:
-            is_pinned = (
-                self._context.cache.device.type == "cuda"
-            )  # the driver stages copies to pageable memory
-            self._buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._buffer = self._context.host_memory(size_bytes)
         return self._buffer[:size_bytes]
 
     async def _copy_parked(self, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor) -> None:
