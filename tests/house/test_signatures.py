@@ -69,6 +69,7 @@ NOT_NAMED = {
     "SupportsAdapters": "an ability that the fleet asks an engine for",
     "SupportsGrammars": "an ability that the fleet asks an engine for",
     "SupportsKVLimit": "an ability that the fleet asks an engine for",
+    "SupportsKVListing": "an ability that the fleet asks an engine for",
     "SupportsImport": "an ability that the fleet asks a store for",
     "SupportsLeastTokens": "an ability that the fleet asks a tokenizer for",
     "SupportsLend": "an ability that engines ask a store for",
