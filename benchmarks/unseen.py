@@ -12,6 +12,7 @@ seen while the default was made, and 11 to 15 and 21 to 25 had been measured wit
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -250,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", help=f"these, not 2 or 5 from {FIRST_SEED} on")
     parser.add_argument("--ttft", type=float, default=10.0, help="the target of first tokens in seconds")
     options = parser.parse_args(arguments)
+    logging.getLogger("hotswap.unserved").setLevel(logging.ERROR)  # too few engines are tried on purpose
     seeds = options.seeds or range(FIRST_SEED, FIRST_SEED + (5 if options.full else 2))
     policies = [DEFAULT, *(p for p in options.policies or POLICIES if p != DEFAULT)]
     names = options.only or [n for n, load in LOADS.items() if options.traces or not load.traced]

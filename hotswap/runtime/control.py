@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Control"]
 
 log = logging.getLogger("hotswap")
+log_unserved = logging.getLogger("hotswap.unserved")  # apart, so that simulations can count what it tells
 
 # So long may requests wait for a model that no instance serves or swaps to, before the log tells of it.
 UNSERVED_S = 5.0
@@ -241,7 +242,7 @@ class Control:
             unserved[model] = self._told_unserved.get(model, math.inf)
             if unserved[model] == math.inf and now_s - since_s >= UNSERVED_S:
                 unserved[model] = now_s
-                log.warning(
+                log_unserved.warning(
                     "Model %r has had %d request(s) waiting for %.0f s, and no instance serves it or swaps "
                     "to it: %r gives it none. The fleet: %s. Instances may be starting, lost, pinned, kept "
                     "for the min_replicas of other models, or too small.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
@@ -21,6 +23,8 @@ from hotswap.simulation.trace import Trace
 
 __all__ = ["Driver", "simulate"]
 
+log = logging.getLogger("hotswap.unserved")
+
 Driver: TypeAlias = Literal["clients", "events"]
 
 _DRIVERS: Mapping[Driver, type[TraceDriver]] = {"clients": ClientDriver, "events": EventDriver}
@@ -35,6 +39,33 @@ def _few_collections() -> Generator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+class _FirstUnserved(logging.Filter):
+    """Lets the first warning of a model without an instance through, and counts them all by model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[object] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is the first."""
+        self.counts[record.args[0] if isinstance(record.args, tuple) else record.args] += 1
+        return self.counts.total() == 1
+
+
+@contextmanager
+def _unserved_counted(trace: Trace) -> Generator[None]:
+    """Log the first model that no instance serves as it happens, and at the end how many there were."""
+    first = _FirstUnserved()
+    log.addFilter(first)
+    try:
+        yield
+    finally:
+        log.removeFilter(first)
+        if (num_told := first.counts.total()) > 1:
+            what = "In %r %d of %d models had requests waiting for 5 s and no instance, %d times in all."
+            log.warning(what, trace.name, len(first.counts), len(trace.models), num_told)
 
 
 @_few_collections()
@@ -54,7 +85,8 @@ def simulate(
     """Play a trace to a fleet of the cluster until its last request has ended, and return what became of it.
 
     The fleet is the one of production, and knows nothing of it; without a router or a scheduler it has those
-    of a `Fleet` without any. Requests that fail are part of the outcome. Prompts are made when they arrive
+    of a `Fleet` without any. Requests that fail are part of the outcome. The log warns of the first model
+    that no instance serves for long, and counts all in one line at the end. Prompts are made when they arrive
     and forgotten when they end. `progress` is told how many requests have ended, of how many. With large
     `chunk_bytes` in the `migration_limits` moves are simulated sooner.
 
@@ -84,7 +116,8 @@ def simulate(
             progress=progress,
         )
     )
-    run(played.play)
+    with _unserved_counted(trace):
+        run(played.play)
     return Outcome(
         name=name or repr(scheduler),
         trace=trace.name,

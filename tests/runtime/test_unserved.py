@@ -29,7 +29,8 @@ def since_s(fleet: Fleet, model: ModelId = B) -> float | None:
 
 def warnings_of(caplog: pytest.LogCaptureFixture, model: str = "b") -> list[str]:
     """The warnings about a model, which is the first name that each of them quotes."""
-    messages = [r.getMessage() for r in caplog.records if (r.name, r.levelno) == ("hotswap", logging.WARNING)]
+    warned = (r for r in caplog.records if (r.name, r.levelno) == ("hotswap.unserved", logging.WARNING))
+    messages = [record.getMessage() for record in warned]
     return [message for message in messages if re.match(rf"[^']*'{model}'", message)]
 
 

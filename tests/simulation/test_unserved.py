@@ -1,0 +1,61 @@
+"""A simulation whose models wait for an instance says so twice at most, however often they wait."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hotswap.policies import KeepAliveSwap
+from hotswap.simulation import Cluster, Trace, TraceRequest, simulate
+from hotswap.simulation.run import Driver
+
+DRIVERS: tuple[Driver, ...] = ("clients", "events")
+CLUSTER = Cluster(num_engines=1, profile="h100-llama-3.1-8b")
+
+
+def in_turn(*models: str, tokens: int = 2_000) -> Trace:
+    """Long answers of models in turn, all asked for at once: each waits until those before it have ended."""
+    requests = (
+        TraceRequest(arrive_s=number / 10, model=model, prompt_tokens=10, output_tokens=tokens)
+        for number, model in enumerate(models)
+    )
+    return Trace.of(requests, "in turn")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "hotswap.unserved"]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_first_wait_is_told_as_it_happens_and_all_are_counted_at_the_end(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulate(in_turn("a", "b", "c", "d"), CLUSTER, scheduler=KeepAliveSwap(), driver=driver)
+    first, last = told(caplog)
+    assert first.startswith("Model 'b' has had 1 request(s) waiting")
+    assert "3 of 4 models" in last
+    assert "3 times" in last
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_one_wait_is_told_once_and_none_not_at_all(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    simulate(in_turn("a", "b", tokens=5), CLUSTER, scheduler=KeepAliveSwap(), driver=driver)
+    assert told(caplog) == []
+    simulate(in_turn("a", "b"), CLUSTER, scheduler=KeepAliveSwap(), driver=driver)
+    assert len(told(caplog)) == 1
+
+
+def test_after_a_simulation_all_warnings_are_heard_again(caplog: pytest.LogCaptureFixture) -> None:
+    trace = in_turn("a", "b", "c")
+
+    def stop(ended: int, total: int) -> None:
+        raise ValueError("stop")
+
+    with pytest.raises(ExceptionGroup):
+        simulate(trace, CLUSTER, scheduler=KeepAliveSwap(), driver="events", progress=stop)
+    caplog.clear()
+    log = logging.getLogger("hotswap.unserved")
+    for _ in range(3):
+        log.warning("Model %r waits.", "z")
+    assert len(told(caplog)) == 3
