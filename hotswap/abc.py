@@ -14,8 +14,8 @@ Stores
     `HostBuffer`; `StoreView`, by which a store tells what it holds. Optional abilities: `SupportsImport`,
     `SupportsLend`, `SupportsLendFiles`, `SupportsNodes`, `SupportsPrefetch`, `SupportsReadInto`,
     `SupportsSideFiles`, `SupportsTokenizer` (with `Tokenizer`, and `TextStream` to decode with it; a
-    tokenizer's own is `SupportsLeastTokens`), `SupportsTextSettings` (with `TextSettings`, and the
-    `ChatTemplate` that writes a `Chat`).
+    tokenizer's own are `SupportsLeastTokens` and `SupportsLiteralText`), `SupportsTextSettings` (with
+    `TextSettings`, and the `ChatTemplate` that writes a `Chat`, whose own is `SupportsSource`).
 KV stores
     `KVStore`, which keeps KV blocks across swaps: `KVPrefix`, by which they are found; `KVPut` and `KVLease`,
     by which they are saved and restored; `KVStoreView` of `StoredKV`, by which a store tells what it holds.
@@ -106,7 +106,15 @@ from hotswap.store import (
 )
 from hotswap.store_view import Residency, StoreView, TierView
 from hotswap.stream import TokenQueue, TokenReceiver, TokenStream
-from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
+from hotswap.text import (
+    ChatTemplate,
+    SupportsLeastTokens,
+    SupportsLiteralText,
+    SupportsSource,
+    TextSettings,
+    TextStream,
+    Tokenizer,
+)
 from hotswap.times_view import TimesView
 from hotswap.transport import Channel, Frame
 from hotswap.view import (
@@ -194,6 +202,7 @@ __all__ = [
     "SupportsLeastTokens",
     "SupportsLend",
     "SupportsLendFiles",
+    "SupportsLiteralText",
     "SupportsMigration",
     "SupportsModelCheck",
     "SupportsModelTrial",
@@ -202,6 +211,7 @@ __all__ = [
     "SupportsPreload",
     "SupportsReadInto",
     "SupportsSideFiles",
+    "SupportsSource",
     "SupportsTextSettings",
     "SupportsTokenizer",
     "Swap",

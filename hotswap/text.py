@@ -9,7 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from hotswap.chat import Chat
 
-__all__ = ["ChatTemplate", "SupportsLeastTokens", "TextSettings", "TextStream", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "SupportsLeastTokens",
+    "SupportsLiteralText",
+    "SupportsSource",
+    "TextSettings",
+    "TextStream",
+    "Tokenizer",
+]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -54,6 +62,29 @@ class ChatTemplate(Protocol):
 
         Raises:
             InvalidRequest: the template refuses the messages, or takes too long or too much for them.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSource(Protocol):
+    """Tells what it may write; an optional ability of a `ChatTemplate`."""
+
+    @property
+    def source(self) -> str:
+        """The text that the template is made of."""
+        ...
+
+
+@runtime_checkable
+class SupportsLiteralText(Protocol):
+    """Keeps what clients write from becoming control tokens; an optional ability of a `Tokenizer`."""
+
+    def guarding(self, template: ChatTemplate) -> ChatTemplate:
+        """Return a template that writes the same, in texts of which `encode` knows who has written what.
+
+        What the messages, tools and documents of a chat have is encoded as text, also what reads like a
+        control token or is made to be a part of one. The texts have to go to `encode` as they are.
         """
         ...
 

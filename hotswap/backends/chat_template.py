@@ -44,6 +44,9 @@ class JinjaChatTemplate:
         templates: The texts by name; `"tool_use"` is for chats with tools, `"default"` for all others.
         special_tokens: The texts of special tokens, by the names that templates use: `bos_token`.
         most_cpu_s: Seconds of processor time that one chat may take.
+
+    Attributes:
+        source: The texts of all templates.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class JinjaChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._sandbox = Sandbox()
         self._most_cpu_s = most_cpu_s
+        self.source = "\n".join(templates.values())
         self._templates = {name: _Template(self._sandbox, name, text) for name, text in templates.items()}
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from weakref import WeakKeyDictionary
 
 try:
     from tokenizers import Tokenizer as _Tokenizer
@@ -14,10 +15,20 @@ except ImportError as exc:
 
     raise BackendMissing("Text needs the tokenizers library: pip install 'hotswap[torch]'.") from exc
 
+from hotswap.backends.literal_text import (
+    GuardedText,
+    GuardingTemplate,
+    LiteralText,
+    control_tokens,
+    renamed,
+)
 from hotswap.backends.token_bound import most_characters
 from hotswap.errors import ShardCorrupt, ShardMissing
+from hotswap.text import ChatTemplate, SupportsSource
 
 __all__ = ["HfTokenizer"]
+
+_MOST_TEMPLATES = 16
 
 
 class HfTokenizer:
@@ -37,6 +48,9 @@ class HfTokenizer:
         self._bound = Lock()
         self._most_characters: int | None = None
         self._is_bound_known = False
+        self._making = Lock()
+        self._literals = dict[str, LiteralText]()
+        self._renamed: WeakKeyDictionary[LiteralText, HfTokenizer] = WeakKeyDictionary()
 
     @classmethod
     def parse(cls, text: bytes, *, name: str = "tokenizer.json") -> HfTokenizer:
@@ -77,6 +91,10 @@ class HfTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with special tokens around it unless told otherwise."""
+        if isinstance(text, GuardedText):
+            return self._with_other_names(text.literals).encode(
+                text.encodable, add_special_tokens=add_special_tokens
+            )
         # `encode` would hold Python's lock, and keep the offsets of every token.
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         ids = encoding.ids
@@ -86,6 +104,27 @@ class HfTokenizer:
         while added < len(ids) and special[added]:
             added += 1
         return ids[added:] if added and ids[:added] == ids[added : 2 * added] else ids
+
+    def guarding(self, template: ChatTemplate) -> ChatTemplate:
+        """Return a template that writes the same, in texts whose parts of clients `encode` takes for text.
+
+        Control tokens are the special ones, and other added ones that the template writes. The first text
+        with something that reads like one takes a second tokenizer, which takes as long to make as the first
+        took to read; `encode` raises `InvalidRequest` if it cannot be made.
+        """
+        source = template.source if isinstance(template, SupportsSource) else ""
+        with self._making:
+            if source not in self._literals:
+                if len(self._literals) >= _MOST_TEMPLATES:  # of adapters that have come and gone
+                    self._literals = {}
+                self._literals[source] = LiteralText(control_tokens(self._tokenizer, source))
+            return GuardingTemplate(template, self._literals[source])
+
+    def _with_other_names(self, literals: LiteralText) -> HfTokenizer:
+        with self._making:
+            if literals not in self._renamed:
+                self._renamed[literals] = HfTokenizer(renamed(self._tokenizer, literals.control_names))
+            return self._renamed[literals]
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that `text` surely has, 0 if its tokenizer may drop parts of texts.

@@ -19,7 +19,14 @@ from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.text_threads import TextThreads
 from hotswap.sampling import MAX_ENTRIES, Sampling
 from hotswap.store import SupportsTextSettings, WeightStore
-from hotswap.text import ChatTemplate, SupportsLeastTokens, TextSettings, TextStream, Tokenizer
+from hotswap.text import (
+    ChatTemplate,
+    SupportsLeastTokens,
+    SupportsLiteralText,
+    TextSettings,
+    TextStream,
+    Tokenizer,
+)
 
 __all__ = ["ModelText", "Texts"]
 
@@ -209,12 +216,14 @@ class ModelText:
         return await self.threads.run(write, num_characters=told.num_top)
 
     async def _render(self, chat: Chat) -> str:
-        if self.chat_template is None:
+        if (template := self.chat_template) is None:
             raise InvalidRequest(
                 f"Model {self.model!r} has no chat template; give the prompt as text, or convert it again "
                 "from a checkpoint that has one."
             )
-        render = partial(self.chat_template.render, chat)
+        if (tokenizer := self.tokenizer) is not None and isinstance(tokenizer, SupportsLiteralText):
+            template = tokenizer.guarding(template)
+        render = partial(template.render, chat)
         return await self.threads.run(render, num_characters=chat.num_characters)
 
     async def _encode(
