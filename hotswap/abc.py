@@ -50,7 +50,7 @@ from hotswap.engine import (
     SupportsPreload,
     WrapperEngine,
 )
-from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore, KVStoreView, StoredKV
+from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
 from hotswap.migration import (
     CachedKV,
     KVLayout,
@@ -104,7 +104,7 @@ from hotswap.store import (
     WeightStore,
     WrapperStore,
 )
-from hotswap.store_view import Residency, StoreView, TierView
+from hotswap.store_view import KVStoreView, Residency, StoredKV, StoreView, TierView
 from hotswap.stream import TokenQueue, TokenReceiver, TokenStream
 from hotswap.text import (
     ChatTemplate,

@@ -114,7 +114,8 @@ class SwapRecord:
     `model_after` is what the instance serves once the swap ended, whatever its outcome: the new model, the
     old one, or `None` for EMPTY. `load_path` is how the engine came by the new model, in its own words, where
     it has more than one method. `downtime_s` runs from the moment the instance stopped admitting to the
-    moment it serves again.
+    moment it serves again. `num_saved` of the evicted requests have their KV blocks in the fleet's KV store;
+    `saved_bytes` were copied to it, those of requests that had ended included.
     """
 
     instance: InstanceId
@@ -128,6 +129,8 @@ class SwapRecord:
     downtime_s: float
     phases: tuple[PhaseRecord, ...] = ()
     num_evicted: int = 0
+    num_saved: int = 0
+    saved_bytes: int = 0
     loaded_bytes: int = 0
     tier: str = ""
     load_path: str = ""

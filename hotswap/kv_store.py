@@ -16,15 +16,14 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Self
 
 from anyio import AsyncContextManagerMixin
 
 from hotswap.migration import KVLayout, KVPages
-from hotswap.request import ModelId
+from hotswap.store_view import KVStoreView
 
-__all__ = ["KVLease", "KVPrefix", "KVPut", "KVStore", "KVStoreView", "StoredKV"]
+__all__ = ["KVLease", "KVPrefix", "KVPut", "KVStore"]
 
 
 class KVPrefix:
@@ -74,36 +73,6 @@ class KVPrefix:
 
     def __repr__(self) -> str:
         return f"<KVPrefix of {self.layout.model} [{len(self.tokens)} tokens]>"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredKV:
-    """What a store has of one model."""
-
-    model: ModelId
-    num_blocks: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVStoreView:
-    """A KV store at one moment.
-
-    Attributes:
-        tier: What it is called in spans and metrics.
-        capacity_bytes: The most that it holds; `None` without a bound.
-        used_bytes: What it holds, memory that is kept for blocks on their way included.
-        num_leases: Leases and puts that are open.
-        num_evicted: Blocks that made room for others so far.
-        models: What it has of each model.
-    """
-
-    tier: str
-    capacity_bytes: int | None = None
-    used_bytes: int = 0
-    num_leases: int = 0
-    num_evicted: int = 0
-    models: tuple[StoredKV, ...] = ()
 
 
 class KVLease(ABC):

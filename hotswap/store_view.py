@@ -1,4 +1,4 @@
-"""`StoreView`: a frozen view of a store's tiers, the models on them, and the models being loaded."""
+"""`StoreView` and `KVStoreView`: frozen views of a store of weights and of a store of KV blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hotswap.request import ModelId
 
-__all__ = ["Residency", "StoreView", "TierView"]
+__all__ = ["KVStoreView", "Residency", "StoreView", "StoredKV", "TierView"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +113,33 @@ class StoreView:
 def _size(entries: tuple[Residency, ...], model: ModelId, tier: TierView) -> int | None:
     wanted = model, tier.name, tier.node
     return next((e.size_bytes for e in entries if (e.model, e.tier, e.node) == wanted), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredKV:
+    """What a store has of one model."""
+
+    model: ModelId
+    num_blocks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVStoreView:
+    """A KV store at one moment.
+
+    Attributes:
+        tier: What it is called in spans and metrics.
+        capacity_bytes: The most that it holds; `None` without a bound.
+        used_bytes: What it holds, memory that is kept for blocks on their way included.
+        num_leases: Leases and puts that are open.
+        num_evicted: Blocks that made room for others so far.
+        models: What it has of each model.
+    """
+
+    tier: str
+    capacity_bytes: int | None = None
+    used_bytes: int = 0
+    num_leases: int = 0
+    num_evicted: int = 0
+    models: tuple[StoredKV, ...] = ()

@@ -32,6 +32,7 @@ SPAN_ADAPTER_UPDATE = "hotswap.adapter.update"
 SPAN_ADAPTER_PIN = "hotswap.adapter.pin"
 SPAN_MIGRATE = "hotswap.migrate"
 SPAN_MIGRATE_STAGE = "hotswap.migrate.stage"
+SPAN_OFFLOAD = "hotswap.offload"
 
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
@@ -70,6 +71,12 @@ STAGE = "hotswap.migrate.stage"
 STAGES = "hotswap.migrate.stages"
 COPIED_BYTES = "hotswap.migrate.bytes"
 ESTIMATED_S = "hotswap.migrate.estimated_downtime_s"
+KV_TIER = "hotswap.kv.tier"
+KV_SAVED_REQUESTS = "hotswap.kv.saved_requests"
+KV_SAVED_TOKENS = "hotswap.kv.saved_tokens"
+KV_SAVED_BYTES = "hotswap.kv.saved_bytes"
+KV_RESTORED_TOKENS = "hotswap.kv.restored_tokens"
+KV_RESTORED_BYTES = "hotswap.kv.restored_bytes"
 LOADED_BYTES = "hotswap.load.bytes"
 TIER = "hotswap.load.tier"
 BUFFERED = "hotswap.load.buffered"
@@ -86,6 +93,9 @@ QUEUE_LENGTH = "hotswap.queue.length"
 QUEUE_SECONDS = "hotswap.queue.duration"
 KV_USAGE = "hotswap.kv.usage"
 KV_BLOCKS = "hotswap.kv.blocks"
+KV_SAVED = "hotswap.kv.saved"
+KV_RESTORED = "hotswap.kv.restored"
+KV_STORED = "hotswap.kv.stored"
 INSTANCES = "hotswap.instances"
 LOSSES = "hotswap.instance.losses"
 RESTARTS = "hotswap.instance.restarts"
@@ -160,6 +170,8 @@ class Telemetry:
         self.migrations = counter(MIGRATIONS, "{move}", "Moves of requests by outcome")
         self.downtime = self._seconds(DOWNTIME, "Downtime of requests that move", _SHORT_S)
         self.estimate_error = self._seconds(ESTIMATE_ERROR, "Downtime of moves minus the estimate", _ERROR_S)
+        self.kv_saved = counter(KV_SAVED, "By", "KV blocks of requests that were saved before an eviction")
+        self.kv_restored = counter(KV_RESTORED, "{token}", "Tokens that were restored, not computed again")
         self.control_errors = counter(
             CONTROL_ERRORS, "{error}", "Plans that failed, and planned actions that could not be started"
         )

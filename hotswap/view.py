@@ -16,7 +16,7 @@ from typing import Any, NewType, Self, TypeAlias, TypeVar
 
 from hotswap.phase_view import PhaseView
 from hotswap.request import AdapterId, ModelId, RequestId
-from hotswap.store_view import Residency, StoreView, TierView
+from hotswap.store_view import KVStoreView, Residency, StoreView, TierView
 from hotswap.times_view import TimesView
 
 __all__ = [
@@ -337,6 +337,7 @@ class FleetView:
     running: tuple[RunningView, ...] = ()
     adapters: tuple[AdapterView, ...] = ()
     times: TimesView = field(default_factory=TimesView)
+    kv_store: KVStoreView | None = None
 
     @property
     def ids(self) -> frozenset[InstanceId]:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-from hotswap.kv_store import KVPrefix, StoredKV
+from hotswap.kv_store import KVPrefix
 from hotswap.request import ModelId
+from hotswap.store_view import StoredKV
 
 __all__ = ["Found", "KVIndex", "StoredBlock"]
 

@@ -11,8 +11,9 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.kv_index import Found, KVIndex, StoredBlock
 from hotswap.hardware import parse_bytes
-from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore, KVStoreView
+from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
 from hotswap.migration import KVPages
+from hotswap.store_view import KVStoreView
 
 __all__ = ["IndexedKVStore"]
 

@@ -39,12 +39,14 @@ __all__ = ["ActiveRequest", "Hop", "MoveListener"]
 class Hop:
     """One stay of a request on an instance, since `since_s` of the loop.
 
-    `first_index` is the index of the first token that it was to give there.
+    `first_index` is the index of the first token that it was to give there. `restored_tokens` of the tokens
+    before it were copied there from a KV store.
     """
 
     instance: InstanceId
     first_index: int
     since_s: float = 0.0
+    restored_tokens: int = 0
 
 
 class MoveListener(Protocol):
@@ -161,6 +163,11 @@ class ActiveRequest:
         """Note a stay that begins."""
         now_s = current_time()
         self.hops.append(Hop(instance=instance.id, first_index=self.num_generated, since_s=now_s))
+
+    def note_restored(self, num_tokens: int) -> None:
+        """Note that so many tokens were copied to where it is."""
+        if self.hops:
+            self.hops[-1] = replace(self.hops[-1], restored_tokens=num_tokens)
 
     def stay(self) -> tuple[int, float]:
         """Return how many tokens it has got where it is, and the seconds since it came there."""

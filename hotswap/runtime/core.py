@@ -31,6 +31,7 @@ from hotswap.checks import (
 )
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
+from hotswap.kv_store import KVStore
 from hotswap.loop_time import current_time
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model, ModelCard
@@ -49,6 +50,7 @@ from hotswap.runtime.metrics import LastView, observe_fleet
 from hotswap.runtime.models import Models
 from hotswap.runtime.move import MigrationLimits
 from hotswap.runtime.moves import Moves
+from hotswap.runtime.offload import Offload
 from hotswap.runtime.operations import Operations
 from hotswap.runtime.queue import Standing
 from hotswap.runtime.samples import SampleGroup, samples_of
@@ -102,6 +104,7 @@ class Core(AsyncContextManagerMixin):
         on_migration: Callable[[MigrationRecord], None] | None = None,
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
+        kv_store: KVStore | None = None,
         random: Random | None = None,
     ) -> None:
         check_positive_seconds(ConfigError, interval_s=interval_s)
@@ -115,6 +118,7 @@ class Core(AsyncContextManagerMixin):
             "migration_limits": (migration_limits, MigrationLimits),
             "tracer_provider": (tracer_provider, trace.TracerProvider),
             "meter_provider": (meter_provider, metrics.MeterProvider),
+            "kv_store": (kv_store, KVStore),
             "random": (random, Random),
         }
         for name, (part, kind) in optional.items():
@@ -125,8 +129,12 @@ class Core(AsyncContextManagerMixin):
         adapters = to_objects(ConfigError, "adapters", adapters, Adapter)
         self._name = uuid.uuid4().hex[:8]
         self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider, fleet=self._name)
-        self.state = state = FleetState(store)
+        self.state = state = FleetState(store, kv_store)
         self.lifetime = Lifetime()
+        limits = limits or SwapLimits()
+        self.offload = kv_store and Offload(
+            state, kv_store, self.lifetime, telemetry, fleet=self._name, save_s=limits.evict_s / 2
+        )
         self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)
@@ -137,9 +145,10 @@ class Core(AsyncContextManagerMixin):
             state,
             self.admission,
             losses,
-            limits=limits or SwapLimits(),
+            limits=limits,
             max_load_attempts=max_load_attempts,
             telemetry=telemetry,
+            offload=self.offload,
             on_record=on_swap,
         )
         self.moves = Moves(
@@ -152,9 +161,9 @@ class Core(AsyncContextManagerMixin):
         )
         self.models = Models(state, self.texts, self.swaps, self.adapters, self.lifetime)
         self.operations = Operations(
-            state, self.admission, self.swaps, self.moves, self.adapters, self.caches
+            state, self.admission, self.swaps, self.moves, self.adapters, self.caches, self.offload
         )
-        self.flow = Flow(state, self.admission, self.caches, losses, telemetry)
+        self.flow = Flow(state, self.admission, self.caches, losses, telemetry, self.offload)
         self._control = Control(
             state,
             scheduler,
@@ -179,6 +188,8 @@ class Core(AsyncContextManagerMixin):
         async with AsyncExitStack() as stack:
             try:
                 await enter(stack, self.state.store, "The store")
+                if self.state.kv_store is not None:
+                    await enter(stack, self.state.kv_store, "The KV store")
                 await stack.enter_async_context(self.operations.supervisor)
                 engines = [instance.engine for instance in self.state.instances.values()]
                 await self.operations.supervisor.start_all(engines)

@@ -14,6 +14,7 @@ from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.moves import Moves
+from hotswap.runtime.offload import Offload
 from hotswap.runtime.state import FleetState
 
 __all__ = ["Drain"]
@@ -30,12 +31,13 @@ class Drain:
         state: FleetState,
         admission: Admission,
         moves: Moves,
+        offload: Offload | None,
         instance: Instance,
         method: MigrationMethod | None,
         reason: str,
     ) -> None:
         self._state, self._admission, self._moves = state, admission, moves
-        self._instance, self._reason = instance, reason
+        self._offload, self._instance, self._reason = offload, instance, reason
         self._method: MigrationMethod | None = method
         self._seen: dict[RequestId, ActiveRequest] = {}
         self._failed_moves: dict[RequestId, int] = {}
@@ -63,6 +65,9 @@ class Drain:
                     await self._state.changed(version)
         if self._error is not None:
             raise self._error
+        if self._offload is not None and self._is_under_way:
+            self._seen |= {one.request.id: one for one in self._state.running_on(self._instance.id)}
+            self._interrupted |= await self._offload.save_running(self._instance)
         while self._is_under_way:
             version = self._state.version
             for active in self._state.running_on(self._instance.id):

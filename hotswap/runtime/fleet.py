@@ -12,6 +12,7 @@ from anyio import AsyncContextManagerMixin
 
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
 from hotswap.engine import Engine
+from hotswap.kv_store import KVStore
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
 from hotswap.request import ModelId
@@ -63,6 +64,8 @@ class Fleet(Requests, AsyncContextManagerMixin):
         on_migration: called with every `MigrationRecord`, synchronously.
         tracer_provider: for spans; OpenTelemetry's global one by default.
         meter_provider: for metrics; likewise.
+        kv_store: keeps KV blocks of evicted and ended requests across swaps, so that they are copied in place
+            of being computed again; the fleet opens and closes it. Without one they are lost.
         random: draws the seeds of requests that name none; by default each is another in every process.
 
     Raises `ConfigError` if an argument is wrong, by its name; the verbs do so before they do anything else.
@@ -87,6 +90,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
         on_migration: Callable[[MigrationRecord], None] | None = None,
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
+        kv_store: KVStore | None = None,
         random: Random | None = None,
     ) -> None:
         from hotswap.policies.defaults import default_router, default_scheduler  # not by `import hotswap`
@@ -108,6 +112,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
             on_migration=on_migration,
             tracer_provider=tracer_provider,
             meter_provider=meter_provider,
+            kv_store=kv_store,
             random=random,
         )
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import anyio
+from opentelemetry.trace import Span
 
 from hotswap import telemetry as tm
 from hotswap.errors import DeadlineExceeded, FleetClosed, HotswapError, InstanceError, InstanceLost
@@ -19,9 +20,11 @@ from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.admission import Admission
 from hotswap.runtime.completion import Completion, Sample, Usage
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.kv_restoring import NO_RESTORE, NoRestore, Restore
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Next, Requeue, departure
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.losses import Losses
+from hotswap.runtime.offload import Offload
 from hotswap.runtime.queue import Standing, Ticket
 from hotswap.runtime.samples import SampleGroup
 from hotswap.runtime.state import FleetState
@@ -304,6 +307,7 @@ class Flow:
     adapters: AdapterCaches
     losses: Losses
     telemetry: Telemetry
+    offload: Offload | None
 
     async def run(self, request: ClientRequest, ticket: Ticket) -> None:
         """Carry a request that has begun (`FleetState.begin`) until it ends.
@@ -385,12 +389,14 @@ class Flow:
         ):
             async with (
                 self.adapters.held(request.adapter, request.request.id, instance, span),
+                self._restored(request, instance, span) as restored,
                 instance.engine.stream(request.remaining) as tokens,
             ):
                 async for token in tokens:
                     if token.index == request.hops[-1].first_index and tokens.num_reused_tokens:
                         span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
                     instance.end_first_token(self.telemetry)
+                    restored.leave()
                     if token.index == 0:
                         await request.note_first_token(tokens)
                     request.deliver(token)
@@ -405,6 +411,9 @@ class Flow:
             f"Instance {instance.id!r} ended the stream of request {request.request.id!r} "
             "without a finish reason."
         )
+
+    def _restored(self, request: ClientRequest, instance: Instance, span: Span) -> Restore | NoRestore:
+        return NO_RESTORE if self.offload is None else self.offload.restored(request, instance, span)
 
 
 def _attributes(request: Request, operation: str) -> tm.Attributes:

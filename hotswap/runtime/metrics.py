@@ -39,7 +39,11 @@ class LastView:
             view = LiveView.of(self._state, running=False)
             # What gauges read; the requests that wait are many.
             self._last = FleetView(
-                now_s=view.now_s, instances=view.instances, models=view.models, store=view.store
+                now_s=view.now_s,
+                instances=view.instances,
+                models=view.models,
+                store=view.store,
+                kv_store=view.kv_store,
             )
 
     def seen(self) -> Iterable[FleetView]:
@@ -99,6 +103,14 @@ def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
             if i.num_kv_blocks
         ]
 
+    def kv_stored(_: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(stored.size_bytes, {tm.MODEL: stored.model, tm.KV_TIER: view.kv_store.tier})
+            for view in fleet.seen()
+            if view.kv_store is not None
+            for stored in view.kv_store.models
+        ]
+
     gauge = telemetry.gauges.create_observable_gauge
     gauge(tm.ADAPTERS_HELD, [adapters], "{adapter}", "Adapters held by instance")
     gauge(tm.QUEUE_LENGTH, [queue], "{request}", "Requests that wait by model")
@@ -106,4 +118,5 @@ def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
     gauge(tm.RESIDENT_BYTES, [resident], "By", "Bytes held by tier")
     gauge(tm.INSTANCES, [states], "{instance}", "Instances by state: 1 for the state of each")
     gauge(tm.KV_BLOCKS, [kv_blocks], "{block}", "KV blocks of the pool by instance")
+    gauge(tm.KV_STORED, [kv_stored], "By", "Bytes of KV blocks that are kept across swaps, by model")
     gauge(tm.KV_USAGE, [kv_usage], "1", "Share of the KV blocks in use by instance")

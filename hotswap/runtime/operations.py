@@ -23,6 +23,7 @@ from hotswap.runtime.change import Change
 from hotswap.runtime.drain import Drain
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.moves import Moves
+from hotswap.runtime.offload import Offload
 from hotswap.runtime.queue import Ticket
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.supervisor import EngineSupervisor
@@ -49,10 +50,11 @@ class Operations:
         moves: Moves,
         adapters: Adapters,
         caches: AdapterCaches,
+        offload: Offload | None,
     ) -> None:
         self.supervisor = EngineSupervisor()
         self._state, self._admission, self._swaps, self._moves = state, admission, swaps, moves
-        self._adapters, self._caches = adapters, caches
+        self._adapters, self._caches, self._offload = adapters, caches, offload
         self._starting: set[InstanceId] = set()
         self._emptying: set[InstanceId] = set()  # a drain, a removal or a roll has them
 
@@ -131,7 +133,7 @@ class Operations:
     async def _empty(
         self, instance: Instance, deadline_s: float | None, method: MigrationMethod | None, reason: str
     ) -> DrainRecord:
-        drain = Drain(self._state, self._admission, self._moves, instance, method, reason)
+        drain = Drain(self._state, self._admission, self._moves, self._offload, instance, method, reason)
         record = await drain.run(deadline_s)
         self._state.events.note("drain_ended", instance=instance.id, reason=reason, record=record)
         return record

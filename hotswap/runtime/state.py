@@ -12,6 +12,7 @@ from hotswap.action import SwapRecord
 from hotswap.checks import check_strings
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, SwapRefused
+from hotswap.kv_store import KVStore
 from hotswap.loop_time import current_time
 from hotswap.phase_view import PhaseView
 from hotswap.request import AdapterId, ModelId, Request, RequestId
@@ -35,8 +36,7 @@ __all__ = ["FleetState"]
 class FleetState(Registry):
     """The only mutable truth of a fleet.
 
-    Its verbs are synchronous, and each leaves every count right. Listeners are told of changes in the order
-    in which they subscribed.
+    Its verbs are synchronous, and each leaves every count right. Listeners are told in order of subscription.
 
     Attributes:
         instances: By id, in the order in which they came.
@@ -50,15 +50,16 @@ class FleetState(Registry):
         num_tokens: Tokens that requests were given, by model.
         index: The instances by model, for views.
         store: Where weights are.
+        kv_store: Where KV blocks are kept across swaps; `None` if they are not.
         version: Another number after every change that `changed` waits for.
         demand: How much each adapter is asked for.
         times: How long swaps and prefills take.
         events: What has happened, for those that watch the fleet.
     """
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, kv_store: KVStore | None = None) -> None:
         super().__init__()
-        self.store = store
+        self.store, self.kv_store = store, kv_store
         self.instances: dict[InstanceId, Instance] = {}
         self.entering: dict[EnteringRequest, None] = {}
         self.requests: dict[RequestId, ActiveRequest] = {}
@@ -68,13 +69,12 @@ class FleetState(Registry):
         self.num_running, self.num_tokens = Counter[ModelId](), Counter[ModelId]()
         self.num_failed_loads: Counter[ModelId] = Counter()
         self.demand, self.times, self.events = Demand(), MeasuredTimes(), EventLog()
-        self._last_evicted_s: dict[ModelId, float] = {}
-        self._num_adapted: Counter[tuple[ModelId, AdapterId]] = Counter()
+        self._last_evicted_s, self._num_adapted = dict[ModelId, float](), Counter[tuple[ModelId, AdapterId]]()
         self.version = self._num_assigned = self._num_arrived = 0
         self._samples: dict[RequestId, dict[ActiveRequest, None]] = {}
         self._running: dict[InstanceId, dict[RequestId, ActiveRequest]] = {}
-        self._cooling_down: dict[InstanceId, None] = {}
-        self._progressed: dict[InstanceId, Instance] = {}  # since the last view that shows it
+        self._cooling_down = dict[InstanceId, None]()
+        self._progressed = dict[InstanceId, Instance]()  # since the last view that shows it
         self._listeners: list[StateListener] = []
         self._change: anyio.Event | None = None
 

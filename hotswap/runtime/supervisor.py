@@ -12,6 +12,7 @@ from anyio import AsyncContextManagerMixin
 
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InstanceError
+from hotswap.kv_store import KVStore
 from hotswap.store import WeightStore
 from hotswap.view import InstanceId
 
@@ -23,7 +24,7 @@ __all__ = ["EngineSupervisor", "enter"]
 log = logging.getLogger("hotswap")
 
 
-async def enter(stack: AsyncExitStack, part: Engine | WeightStore, what: str) -> None:
+async def enter(stack: AsyncExitStack, part: Engine | WeightStore | KVStore, what: str) -> None:
     """Enter a part of a fleet, which is left with the stack.
 
     Raises:

@@ -29,6 +29,8 @@ from hotswap.metered_store import MeteredStore
 from hotswap.model import ModelCard
 from hotswap.request import ModelId
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.kv_saving import Saved
+from hotswap.runtime.offload import Offload, beside
 from hotswap.runtime.state import FleetState
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
@@ -76,6 +78,7 @@ class SwapJob:
         reason: str,
         limits: SwapLimits,
         telemetry: Telemetry,
+        offload: Offload | None = None,
     ) -> None:
         self.instance = instance
         self.model = model
@@ -90,6 +93,7 @@ class SwapJob:
         self._phases: list[PhaseRecord] = []
         self._phase = "preflight"
         self._num_evicted = 0
+        self._offload, self._saved = offload, Saved()
         self._evicted_before = instance.num_evicted
         self._down_since_s: float | None = None
         self._before = instance.status().model
@@ -152,7 +156,10 @@ class SwapJob:
         serving = self.instance.status().state is InstanceState.SERVING
         if serving and isinstance(engine, SupportsPreload) and engine.can_preload(model):
             try:
-                async with self._timed("preload", self.limits.preload_s, span):
+                async with (
+                    self._timed("preload", self.limits.preload_s, span),
+                    beside(self._offload, self.instance, self._saved, span),
+                ):
                     await engine.preload(model, self._store)
             except OutOfMemory as exc:  # it may well fit once the old model is gone
                 log.info("Instance %r loads %r after the eviction instead: %s", engine.id, model.id, exc)
@@ -163,7 +170,7 @@ class SwapJob:
         self.instance.end_first_token(self.telemetry)
         if self.instance.status().state is InstanceState.SERVING:
             async with self._timed("evict", self.deadline_s + self.limits.evict_s, span):
-                self._num_evicted = await engine.evict(deadline_s=self.deadline_s)
+                self._num_evicted = await self._evict(engine, span)
         if self.instance.status().state is not InstanceState.EMPTY:
             with anyio.CancelScope(shield=True):
                 async with self._timed("unload", self.limits.unload_s, span):
@@ -171,6 +178,11 @@ class SwapJob:
                     self._expect(InstanceState.EMPTY, None)
         self._state.set_serving_since(self.instance, None)
         await anyio.lowlevel.checkpoint_if_cancelled()
+
+    async def _evict(self, engine: Engine, span: Span) -> int:
+        if self._offload is None:
+            return await engine.evict(deadline_s=self.deadline_s)
+        return await self._offload.evict(self.instance, self.deadline_s, self._saved, span)
 
     def _expect(self, state: InstanceState, model: ModelId | None) -> None:
         """Hold the engine to what its verb promised; without this a plan would repeat the swap for ever."""
@@ -251,6 +263,8 @@ class SwapJob:
             phases=tuple(self._phases),
             # With those that were on their way to the engine when it began to evict.
             num_evicted=max(self._num_evicted, self.instance.num_evicted - self._evicted_before),
+            num_saved=self._saved.num_requests,
+            saved_bytes=self._saved.num_bytes,
             loaded_bytes=self._store.num_bytes,
             tier=self._store.tier,
             load_path=after.load_path if outcome == "done" else "",

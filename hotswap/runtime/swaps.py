@@ -14,6 +14,7 @@ from hotswap.runtime.admission import Admission
 from hotswap.runtime.change import Change
 from hotswap.runtime.instance import Instance, refusal
 from hotswap.runtime.losses import Losses
+from hotswap.runtime.offload import Offload
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swap import SwapJob, SwapLimits
 from hotswap.telemetry import Telemetry
@@ -39,6 +40,7 @@ class Swaps:
         limits: Seconds that each phase may take.
         max_load_attempts: Failed loads in a row after which waiting requests are refused.
         telemetry: Records spans and metrics.
+        offload: Saves KV blocks of requests that are evicted; `None` if they are lost.
         on_record: Called with every record, synchronously.
     """
 
@@ -51,6 +53,7 @@ class Swaps:
         limits: SwapLimits,
         max_load_attempts: int,
         telemetry: Telemetry,
+        offload: Offload | None,
         on_record: Callable[[SwapRecord], None] | None,
     ) -> None:
         check_counts(ConfigError, 1, max_load_attempts=max_load_attempts)
@@ -58,7 +61,7 @@ class Swaps:
         self.limits = limits
         self._state, self._admission, self._telemetry = state, admission, telemetry
         self._losses, self._max_load_attempts = losses, max_load_attempts
-        self._on_record = on_record
+        self._offload, self._on_record = offload, on_record
 
     async def run_planned(
         self, instance: Instance, target: ModelId | None, *, deadline_s: float, reason: str
@@ -90,6 +93,7 @@ class Swaps:
                 reason=reason,
                 limits=self.limits,
                 telemetry=self._telemetry,
+                offload=self._offload,
             )
             record = await job.run()
         except Exception as exc:

@@ -13,6 +13,7 @@ __all__ = ["MeasuredTimes"]
 _MEMORY = 0.8
 # How much is held against a constant part of prefills, in turns, and for the usual rate, in squared tokens.
 _NO_START, _USUAL_RATE = 0.01, 100.0**2
+_LEAST_COPY_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class MeasuredTimes:
     def __init__(self) -> None:
         self._unload, self._prefills = _Rate(), _Prefills()
         self._loads: dict[str, _Rate] = {}
+        self._save, self._restore = _Rate(), _Rate()
         self._stay_s, self._stay_tokens = 0.0, 0
         self._view: TimesView | None = TimesView()
 
@@ -96,6 +98,24 @@ class MeasuredTimes:
         if num_tokens > 0 and seconds > 0:
             self._stay_s, self._stay_tokens = self._stay_s + seconds, self._stay_tokens + num_tokens
             self._view = None
+
+    def learn_save(self, num_bytes: int, seconds: float) -> None:
+        """Learn how long KV blocks took to be copied to a store; short copies tell of waits alone."""
+        if num_bytes >= _LEAST_COPY_BYTES:
+            self._save.add(seconds, num_bytes)
+
+    def learn_restore(self, num_bytes: int, seconds: float) -> None:
+        """Learn how long they took to be copied from it, likewise."""
+        if num_bytes >= _LEAST_COPY_BYTES:
+            self._restore.add(seconds, num_bytes)
+
+    def save_s(self, num_bytes: int) -> float:
+        """Return how long saving KV blocks takes; 0 before the first."""
+        return (self._save.value or 0.0) * num_bytes
+
+    def restore_s(self, num_bytes: int) -> float:
+        """Return how long restoring them takes, likewise."""
+        return (self._restore.value or 0.0) * num_bytes
 
     def view(self) -> TimesView:
         """Return what is known now; the same object until that changes."""

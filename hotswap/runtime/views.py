@@ -19,6 +19,7 @@ from hotswap.runtime.demand import Asked
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
+from hotswap.store_view import KVStoreView
 from hotswap.view import (
     AdapterView,
     Count,
@@ -37,7 +38,7 @@ __all__ = ["LiveView", "lend"]
 
 _T = TypeVar("_T")
 
-_PARTS = ("now_s", "instances", "models", "waiting", "store", "running", "adapters", "times")
+_PARTS = ("now_s", "instances", "models", "waiting", "store", "running", "adapters", "times", "kv_store")
 
 
 def lend(
@@ -133,6 +134,10 @@ class LiveView(FleetView):
     @cached_property
     def times(self) -> TimesView:
         return self._state.times.view()
+
+    @cached_property
+    def kv_store(self) -> KVStoreView | None:
+        return None if self._state.kv_store is None else self._state.kv_store.view()
 
     @cached_property
     def running(self) -> tuple[RunningView, ...]:

@@ -18,6 +18,7 @@ from opentelemetry.metrics import NoOpMeterProvider
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import HotswapError
+from hotswap.kv_store import KVStore
 from hotswap.loop_time import current_time
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
@@ -56,6 +57,7 @@ class Scenario:
     scheduler: Scheduler
     mover: Mover | None
     migration_limits: MigrationLimits | None
+    kv_store: KVStore | None
     interval_s: float
     progress: Progress | None
 
@@ -115,6 +117,7 @@ class TraceDriver(ABC):
             scheduler=scenario.scheduler,
             mover=scenario.mover,
             migration_limits=scenario.migration_limits,
+            kv_store=scenario.kv_store,
             interval_s=scenario.interval_s,
             max_waiting=len(self._trace.requests),
             on_swap=self.swaps.append,

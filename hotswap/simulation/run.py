@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 from hotswap.errors import ConfigError
+from hotswap.kv_store import KVStore
 from hotswap.migration import Mover
 from hotswap.offline.virtual_time import run
 from hotswap.policies.defaults import default_router, default_scheduler
@@ -77,6 +78,7 @@ def simulate(
     scheduler: Scheduler | None = None,
     mover: Mover | None = None,
     migration_limits: MigrationLimits | None = None,
+    kv_store: KVStore | None = None,
     interval_s: float = 1.0,
     name: str = "",
     driver: Driver = "clients",
@@ -88,7 +90,8 @@ def simulate(
     of a `Fleet` without any. Requests that fail are part of the outcome. The log warns of the first model
     that no instance serves for long, and counts all in one line at the end. Prompts are made when they arrive
     and forgotten when they end. `progress` is told how many requests have ended, of how many. With large
-    `chunk_bytes` in the `migration_limits` moves are simulated sooner.
+    `chunk_bytes` in the `migration_limits` moves are simulated sooner. A `kv_store`, such as a `SimKVStore`,
+    keeps KV blocks across swaps.
 
     With the driver `"clients"` every request has a client that reads its stream, as in production: a token is
     a few turns of the event loop, and an hour of 100 engines takes minutes. `"events"` visits an engine when
@@ -112,6 +115,7 @@ def simulate(
             scheduler=scheduler,
             mover=mover,
             migration_limits=migration_limits,
+            kv_store=kv_store,
             interval_s=interval_s,
             progress=progress,
         )
@@ -133,6 +137,7 @@ def simulate(
             "batching": cluster.batching,
             "prefix_reuse": cluster.prefix_reuse,
             "reporting": cluster.reporting,
+            **({} if kv_store is None else {"kv_store": type(kv_store).__name__}),
         },
         requests=tuple(played.served),
         # Those that the end cuts off end in any order.

@@ -8,6 +8,7 @@ For tests, for trying policies on fleets of any size, and for simulations in vir
 from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.content import sim_bytes
 from hotswap.backends.sim.engine import SimEngine
+from hotswap.backends.sim.kv_store import SimKVStore
 from hotswap.backends.sim.load import Reporting
 from hotswap.backends.sim.nodes import SimNodes
 from hotswap.backends.sim.store import SimStore, sim_manifest
@@ -19,6 +20,7 @@ __all__ = [
     "DeviceProfile",
     "Reporting",
     "SimEngine",
+    "SimKVStore",
     "SimNodes",
     "SimStore",
     "expected_tokens",

@@ -8,10 +8,10 @@ from typing import Protocol
 import anyio
 from opentelemetry.trace import INVALID_SPAN
 
-from hotswap.model import Adapter
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.core import Core, NewRequest
 from hotswap.runtime.instance import Instance
+from hotswap.runtime.kv_restoring import NO_RESTORE, NoRestore, Restore
 from hotswap.runtime.lifecycle import End, Event, Finished, Interrupted, Requeue, departure
 from hotswap.runtime.queue import ORDINARY, Standing, Ticket
 from hotswap.simulation.events.engine import Counted, EventEngine
@@ -59,6 +59,7 @@ class SimulatedRequest(ActiveRequest):
         self._left: anyio.Event | None = None  # its adapter is held until then
         self._event: Event = _INTERRUPTED
         self._loading: anyio.CancelScope | None = None
+        self._restored: Restore | NoRestore = NO_RESTORE
 
     # ------------------------------------------------------------------ as an active request
 
@@ -104,6 +105,7 @@ class SimulatedRequest(ActiveRequest):
     def got_first_token(self) -> None:
         """Note the first token of a stay."""
         self._core.state.note_token(self)
+        self._restored.leave()
         if self.first_s is None:
             self.first_s = asyncio.get_running_loop().time()
 
@@ -142,7 +144,7 @@ class SimulatedRequest(ActiveRequest):
     def _hop(self, instance: Instance) -> None:
         self._core.state.attach(self, instance)
         self.begin_hop(instance)
-        if self.adapter is None:
+        if self.adapter is None and self._core.offload is None:
             self._left = None
             try:
                 self._admit(instance)
@@ -150,20 +152,28 @@ class SimulatedRequest(ActiveRequest):
                 self._depart(instance, departure(exc))
         else:
             self._left = anyio.Event()
-            self._core.lifetime.tasks.start_soon(self._with_adapter, instance, self.adapter, self._left)
+            self._core.lifetime.tasks.start_soon(self._made_ready, instance, self._left)
 
-    async def _with_adapter(self, instance: Instance, adapter: Adapter, left: anyio.Event) -> None:
+    async def _made_ready(self, instance: Instance, left: anyio.Event) -> None:
+        """Run on an instance once it has the adapter and the KV blocks that are stored."""
         self._event = _INTERRUPTED
         try:
             with anyio.CancelScope() as self._loading:
-                async with self._core.caches.held(adapter, self.request.id, instance, self.span):
+                async with (
+                    self._core.caches.held(self.adapter, self.request.id, instance, self.span),
+                    self._restore(instance) as self._restored,
+                ):
                     self._loading = None
                     self._admit(instance)
                     await left.wait()
         except Exception as exc:
             self._event = departure(exc)
-        self._loading = None
+        self._loading, self._restored = None, NO_RESTORE
         self._depart(instance, self._event)
+
+    def _restore(self, instance: Instance) -> Restore | NoRestore:
+        offload = self._core.offload
+        return NO_RESTORE if offload is None else offload.restored(self, instance, self.span)
 
     def _admit(self, instance: Instance) -> None:
         request = self.remaining if self._num_before else self.request

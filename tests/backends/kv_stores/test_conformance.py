@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.sim import SimKVStore
 from hotswap.testing.conformance import KVStoreConformance
 
 
 class TestHostKVStore(KVStoreConformance):
     def make_store(self, capacity_bytes: int) -> HostKVStore:
         return HostKVStore(capacity_bytes)
+
+
+class TestSimKVStore(KVStoreConformance):
+    virtual = True
+    has_content = False
+
+    def make_store(self, capacity_bytes: int) -> SimKVStore:
+        return SimKVStore(capacity_bytes)

@@ -1,0 +1,135 @@
+"""Restoring the KV blocks of a request: a move whose source is a store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+from hotswap import telemetry as tm
+from hotswap.loop_time import current_time
+from hotswap.migration import KVSink, SupportsMigration
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.kv_context import CHUNK_BYTES, KVContext, logged
+from hotswap.runtime.lifetime import Lifetime
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+__all__ = ["NO_RESTORE", "Lane", "NoRestore", "Restore"]
+
+log = logging.getLogger("hotswap")
+
+# Restores at once on one instance, and how long one may take.
+MOST_RESTORES, RESTORE_S = 8, 10.0
+
+
+class NoRestore:
+    """Stands where nothing is restored."""
+
+    async def __aenter__(self) -> NoRestore:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+
+NO_RESTORE = NoRestore()
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The restores of one instance: a few make room at once, and one copies."""
+
+    limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MOST_RESTORES))
+    copying: anyio.Lock = field(default_factory=anyio.Lock)
+
+
+class Restore:
+    """One restore, in a task of its own: the sink is left while the stream goes on."""
+
+    def __init__(
+        self,
+        context: KVContext,
+        active: ActiveRequest,
+        instance: Instance,
+        span: Span,
+        lane: Lane,
+        lifetime: Lifetime,
+    ) -> None:
+        self._context, self._active, self._instance = context, active, instance
+        self._span, self._lane, self._lifetime = span, lane, lifetime
+        self._ready, self._left = anyio.Event(), anyio.Event()
+        self._scope = anyio.CancelScope()
+
+    async def __aenter__(self) -> Restore:
+        self._lifetime.tasks.start_soon(self._run, name=f"restore of {self._active.request.id}")
+        try:
+            await self._ready.wait()
+        except BaseException:
+            self._scope.cancel()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Release the blocks: the stream has taken them, or does not come any more."""
+        self._left.set()
+
+    async def _run(self) -> None:
+        try:
+            with self._scope, logged("restored", self._active.request.id):
+                async with self._lane.limiter:
+                    await self._restore()
+        finally:
+            self._ready.set()
+
+    async def _restore(self) -> None:
+        request, engine = self._active.remaining, self._instance.engine
+        assert isinstance(engine, SupportsMigration), "it was asked before"
+        with anyio.move_on_after(RESTORE_S) as limit:
+            async with engine.import_kv(request) as sink:
+                await self._fill(sink, request.tokens)
+                limit.deadline = float("inf")
+                self._ready.set()
+                await self._left.wait()
+        if limit.cancelled_caught:
+            log.info("Request %r is computed: restoring took over %g s.", request.id, RESTORE_S)
+
+    async def _fill(self, sink: KVSink, tokens: Sequence[int]) -> None:
+        """Copy what is stored and missing to the instance."""
+        layout = sink.layout
+        size = max(1, layout.block_bytes)
+        first, step = sink.num_present_blocks, max(1, CHUNK_BYTES // size) * layout.block_tokens
+        with self._context.store.lease(self._context.prefix(layout, tokens[:-1])) as lease:
+            at, end, num_bytes = first * layout.block_tokens, lease.num_tokens, 0
+            if at >= end:
+                return
+            await sink.reserve(end)
+            async with self._lane.copying:
+                started_s = current_time()
+                for start in range(at, end, step):
+                    pages = await lease.read(start // layout.block_tokens, min(step, end - start))
+                    await sink.write(pages)
+                    num_bytes += -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
+                seconds = current_time() - started_s
+            await sink.commit(tokens)
+        self._note(end - at, num_bytes, seconds)
+
+    def _note(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
+        tier, telemetry = self._context.tier, self._context.telemetry
+        self._context.state.times.learn_restore(num_bytes, seconds)
+        self._active.note_restored(num_tokens)
+        self._span.set_attributes(
+            {tm.KV_RESTORED_TOKENS: num_tokens, tm.KV_RESTORED_BYTES: num_bytes, tm.KV_TIER: tier}
+        )
+        telemetry.kv_restored.add(num_tokens, {tm.MODEL: self._active.request.model, tm.KV_TIER: tier})

@@ -1,0 +1,188 @@
+"""Saving the KV blocks of an instance: full blocks while requests decode, the rest once they have stopped."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Never
+
+import anyio
+
+from hotswap import telemetry as tm
+from hotswap.kv_store import KVPrefix, KVPut
+from hotswap.loop_time import current_time
+from hotswap.migration import CachedKV, KVSource, SupportsKVListing, SupportsMigration
+from hotswap.request import RequestId
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.kv_context import AHEAD, CHUNK_BYTES, KVContext, logged
+
+__all__ = ["Save", "Saved"]
+
+# While requests decode their full blocks are looked at so often.
+AHEAD_S = 0.5
+# What blocks of requests that have ended are worth beside those of requests that are known to go on.
+ENDED_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Saved:
+    """What was saved in a swap or a drain: requests, their tokens in blocks that were copied, and bytes."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Stopped:
+    """A request that has stopped, with its place in the store once there is a plan."""
+
+    source: KVSource
+    prefix: KVPrefix
+    put: KVPut | None = None
+
+
+class Save:
+    """The saving of one instance; what is put stays leased until its end, or requests evict each other.
+
+    Args:
+        context: The fleet's store.
+        instance: The instance.
+        saved: Counts what is saved.
+        leases: Has the puts.
+        limit_s: How long saving may take once requests have stopped.
+
+    Attributes:
+        released: The requests that the engine has evicted after they were saved.
+    """
+
+    def __init__(
+        self, context: KVContext, instance: Instance, saved: Saved, leases: ExitStack, *, limit_s: float
+    ) -> None:
+        self._context, self._instance, self._saved = context, instance, saved
+        self._leases, self._limit_s = leases, limit_s
+        self.released: list[RequestId] = []
+        self._stopped: list[_Stopped] = []
+        self._num_stopping = 0
+        self._planned = anyio.Event()
+        self._copying = anyio.Lock()
+
+    async def until_stopped(self, deadline_s: float, waiting: anyio.CancelScope) -> None:
+        """Save full blocks until the deadline, then stop and save all; cancel `waiting` for what is left."""
+        try:
+            with anyio.move_on_after(deadline_s):
+                if deadline_s > 0:
+                    await self.ahead(deadline_s / 8)
+            with anyio.move_on_after(self._limit_s):
+                await self.stop_all()
+        finally:
+            waiting.cancel()
+
+    async def ahead(self, pause_s: float = AHEAD_S) -> Never:
+        """Save the full blocks of requests that decode, and what ended ones left, until it is cancelled."""
+        num_saved: dict[RequestId, int] = {}
+        for turn in itertools.count():
+            for active in self._running():
+                with logged(AHEAD, active.request.id):
+                    num_saved[active.request.id] = await self._copy_full(
+                        active, num_saved.get(active.request.id, 0)
+                    )
+            if not turn:
+                await self.ended()
+            await anyio.sleep(pause_s)
+        raise AssertionError
+
+    async def ended(self) -> None:
+        """Save what ended requests left in the engine's prefix cache, the latest first."""
+        engine = self._instance.engine
+        if not isinstance(engine, SupportsKVListing):
+            return
+        with logged("listed", self._instance.id):
+            for cached in await engine.cached_kv():
+                with logged("saved", self._instance.id):
+                    prefix = self._context.prefix(cached.layout, cached.tokens)
+                    await self._copy(cached, self._put(prefix, share=ENDED_SHARE))
+
+    async def stop_all(self) -> None:
+        """Stop all requests at one step boundary, plan what is kept, save it, and release them."""
+        running = self._running()
+        self._num_stopping = len(running)
+        async with anyio.create_task_group() as tasks:
+            for active in running:
+                tasks.start_soon(self._stop_and_save, active)
+
+    def _running(self) -> tuple[ActiveRequest, ...]:
+        return self._context.state.running_on(self._instance.id)
+
+    async def _copy_full(self, active: ActiveRequest, num_saved: int) -> int:
+        """Copy the full blocks of a request beyond the tokens that are saved; return how many now are."""
+        request = active.remaining
+        if request.num_tokens < num_saved + self._instance.status().kv_block_tokens:
+            return num_saved
+        async with self._export(active) as source:
+            block_tokens, tokens = source.layout.block_tokens, request.tokens
+            num_full = min(await source.num_tokens(), len(tokens)) // block_tokens * block_tokens
+            prefix = self._context.prefix(source.layout, tokens[:num_full])
+            await self._copy(source, self._put(prefix))
+            return num_full
+
+    async def _stop_and_save(self, active: ActiveRequest) -> None:
+        with logged("saved", active.request.id), ExitStack() as arrival:
+            arrival.callback(self._note_stopped)  # also if it does not
+            async with self._export(active) as source:
+                stopped = await source.stop()
+                prefix = self._context.prefix(source.layout, stopped.tokens[: stopped.num_computed])
+                entry = _Stopped(source, prefix)
+                self._stopped.append(entry)
+                arrival.close()
+                await self._planned.wait()
+                async with self._copying:
+                    if entry.put is not None:
+                        started_s, before = current_time(), self._saved.num_bytes
+                        await self._copy(source, entry.put)
+                        seconds = current_time() - started_s
+                        self._context.state.times.learn_save(self._saved.num_bytes - before, seconds)
+                await source.release()
+                self._saved.num_requests += 1
+                self.released.append(active.request.id)
+
+    def _note_stopped(self) -> None:
+        """Once all have stopped, make room for them: the dearest first, before anything is copied."""
+        self._num_stopping -= 1
+        if self._num_stopping == 0:
+            self._stopped.sort(key=lambda entry: len(entry.prefix.tokens), reverse=True)
+            for entry in self._stopped:
+                with logged("planned", self._instance.id):
+                    entry.put = self._put(entry.prefix)
+            self._planned.set()
+
+    @asynccontextmanager
+    async def _export(self, active: ActiveRequest) -> AsyncGenerator[KVSource]:
+        engine = self._instance.engine
+        assert isinstance(engine, SupportsMigration), "it was asked before"
+        async with engine.export_kv(active.request.id) as source:
+            yield source
+
+    def _put(self, prefix: KVPrefix, *, share: float = 1.0) -> KVPut:
+        """Make room for a prefix; `share` is how likely it is that it is asked for."""
+        times, layout = self._context.state.times, prefix.layout
+        size_bytes = prefix.num_blocks * layout.block_bytes
+        prefill_s = times.view().prefill_s(len(prefix.tokens)) * share
+        copy_s = times.save_s(size_bytes) + times.restore_s(size_bytes)
+        return self._leases.enter_context(self._context.store.put(prefix, prefill_s=prefill_s, copy_s=copy_s))
+
+    async def _copy(self, source: KVSource | CachedKV, put: KVPut) -> None:
+        """Copy the blocks for which a put has room, and count them."""
+        layout = source.layout
+        step = max(1, CHUNK_BYTES // max(1, layout.block_bytes)) * layout.block_tokens
+        for at in range(put.first_block * layout.block_tokens, put.num_tokens, step):
+            pages = await source.read(at // layout.block_tokens, min(step, put.num_tokens - at))
+            await put.write(pages)
+            num_bytes = -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
+            self._saved.num_tokens += pages.num_tokens
+            self._saved.num_bytes += num_bytes
+            labels = {tm.MODEL: layout.model, tm.KV_TIER: self._context.tier}
+            self._context.telemetry.kv_saved.add(num_bytes, labels)

@@ -1,0 +1,181 @@
+"""KV blocks that outlive a swap: saved before requests are evicted, and restored before they go on.
+
+    save      full blocks while requests decode, in a preload and until the deadline; then all requests stop
+              at one step boundary, the rest is copied, and each is released as after any eviction
+    restore   a move whose source is the store: the blocks are in the prefix cache when the stream begins
+
+Both are moves whose other end is a `KVStore`, by the verbs of `SupportsMigration`. Nothing depends on them: a
+block that is missing is computed again, and what fails is logged and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import anyio
+
+from hotswap import telemetry as tm
+from hotswap.kv_store import KVStore
+from hotswap.migration import KVLayout, SupportsMigration
+from hotswap.request import RequestId
+from hotswap.runtime.active import ActiveRequest
+from hotswap.runtime.instance import Instance
+from hotswap.runtime.kv_context import KVContext, logged
+from hotswap.runtime.kv_restoring import NO_RESTORE, Lane, NoRestore, Restore
+from hotswap.runtime.kv_saving import Save, Saved
+from hotswap.runtime.lifetime import Lifetime
+from hotswap.runtime.state import FleetState
+from hotswap.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+__all__ = ["Offload", "beside"]
+
+# Of restores that are expected to take too long so many are one that is made, to learn whether they still do.
+ONE_IN = 16
+# How long what ended requests left is copied while the instance is down.
+CACHED_S = 1.0
+
+
+class Offload:
+    """Saves KV blocks of requests to a store, and restores them; belongs to one fleet.
+
+    Args:
+        state: Of the fleet.
+        store: Keeps the blocks.
+        lifetime: Has the tasks of restores.
+        telemetry: Records spans and metrics.
+        fleet: Tells its versions of adapters from those of other fleets.
+        save_s: How long saving may take once requests have stopped.
+    """
+
+    def __init__(
+        self,
+        state: FleetState,
+        store: KVStore,
+        lifetime: Lifetime,
+        telemetry: Telemetry,
+        *,
+        fleet: str,
+        save_s: float,
+    ) -> None:
+        self._context = KVContext(state, store, telemetry, fleet=fleet)
+        self._lifetime, self._save_s = lifetime, save_s
+        self._num_not_copied = 0
+        self._lanes: WeakKeyDictionary[Instance, Lane] = WeakKeyDictionary()
+
+    # ------------------------------------------------------------------ saving
+
+    async def evict(self, instance: Instance, deadline_s: float, saved: Saved, span: Span) -> int:
+        """Evict like the engine's own `evict`, and save what its requests have in KV blocks.
+
+        The engine admits no request from the beginning on. Returns how many requests it had to evict itself;
+        errors and cancellation are those of `evict`.
+        """
+        engine = instance.engine
+        if not isinstance(engine, SupportsMigration):
+            return await engine.evict(deadline_s=deadline_s)
+        num_evicted, error, waiting = 0, None, anyio.CancelScope()
+        with self._saving(instance, saved, span) as save:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(save.until_stopped, deadline_s, waiting)
+                try:
+                    with waiting:
+                        num_evicted = await engine.evict(deadline_s=deadline_s + self._save_s)
+                except Exception as exc:  # which the group would wrap
+                    error = exc
+                tasks.cancel_scope.cancel()
+            if error is not None:
+                raise error
+            if waiting.cancelled_caught:
+                num_evicted = await engine.evict(deadline_s=0.0)
+            with anyio.move_on_after(min(CACHED_S, self._save_s)):
+                await save.ended()
+        return num_evicted
+
+    async def save_ahead(self, instance: Instance, saved: Saved, span: Span) -> None:
+        """Save full blocks while the instance serves; what does not work is left for later."""
+        if isinstance(instance.engine, SupportsMigration):
+            with self._saving(instance, saved, span) as save:
+                await save.ahead()
+
+    async def save_running(self, instance: Instance) -> frozenset[RequestId]:
+        """Stop the requests that run on an instance, save their blocks, and have the engine evict them.
+
+        Returns those; the others run on.
+        """
+        if not isinstance(instance.engine, SupportsMigration):
+            return frozenset()
+        with self._saving(instance, Saved(), None) as save:
+            with anyio.move_on_after(self._save_s):
+                await save.stop_all()
+            return frozenset(save.released)
+
+    @contextmanager
+    def _saving(self, instance: Instance, saved: Saved, parent: Span | None) -> Generator[Save]:
+        before = saved.num_requests, saved.num_tokens, saved.num_bytes
+        attributes = {tm.INSTANCE: instance.id, tm.KV_TIER: self._context.tier}
+        with (
+            self._context.telemetry.span(tm.SPAN_OFFLOAD, attributes, parent=parent) as span,
+            ExitStack() as leases,
+        ):
+            try:
+                yield Save(self._context, instance, saved, leases, limit_s=self._save_s)
+            finally:
+                span.set_attribute(tm.KV_SAVED_REQUESTS, saved.num_requests - before[0])
+                span.set_attribute(tm.KV_SAVED_TOKENS, saved.num_tokens - before[1])
+                span.set_attribute(tm.KV_SAVED_BYTES, saved.num_bytes - before[2])
+
+    # ------------------------------------------------------------------ restoring
+
+    def restored(self, active: ActiveRequest, instance: Instance, span: Span) -> Restore | NoRestore:
+        """Return a block in which an instance finds what is stored of a request in its prefix cache.
+
+        A stream of the request is to be opened in it; `leave` it at the first token. A request of which
+        nothing is stored, or whose blocks are sooner computed than copied, costs a look-up.
+        """
+        request, num_tokens = active.remaining, 0
+        layout = self._context.layout(request.model, request.adapter)
+        if layout is None or not isinstance(instance.engine, SupportsMigration):
+            return NO_RESTORE
+        with logged("looked up", request.id):
+            num_tokens = self._context.store.lookup(self._context.prefix(layout, request.tokens[:-1]))
+        if not num_tokens or not self._is_sooner_copied(num_tokens, layout):
+            return NO_RESTORE
+        if (lane := self._lanes.get(instance)) is None:
+            lane = self._lanes[instance] = Lane()
+        return Restore(self._context, active, instance, span, lane, self._lifetime)
+
+    def _is_sooner_copied(self, num_tokens: int, layout: KVLayout) -> bool:
+        """Whether restoring is expected to take less time than computing; a few are tried in any case."""
+        times = self._context.state.times
+        size_bytes = num_tokens * layout.block_bytes // layout.block_tokens
+        if times.restore_s(size_bytes) < times.view().prefill_s(num_tokens):
+            return True
+        self._num_not_copied += 1
+        return self._num_not_copied % ONE_IN == 0
+
+
+@asynccontextmanager
+async def beside(
+    offload: Offload | None, instance: Instance, saved: Saved, span: Span
+) -> AsyncGenerator[None]:
+    """Save full blocks of an instance while a block runs, whose errors are raised as they are."""
+    if offload is None:
+        yield
+        return
+    error: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(offload.save_ahead, instance, saved, span))
+        try:
+            yield
+        except Exception as exc:  # which the group would wrap
+            error = exc
+        tasks.cancel_scope.cancel()
+    if error is not None:
+        raise error

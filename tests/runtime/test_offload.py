@@ -1,0 +1,422 @@
+"""KV blocks that survive a swap, in simulation: what is copied and when, what fails, and what is counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from hotswap import Fleet, FleetStream, InstanceState, Request, RequestId, Sampling, SwapLimits
+from hotswap.abc import Engine, KVLease, KVPrefix, KVPut, KVSink, KVSource, KVStore
+from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore, sim_manifest
+from hotswap.errors import SwapFailed
+from hotswap.offline.virtual_time import virtual_time
+from hotswap.testing import cancel_everywhere
+from tests.runtime.support import Idle, expected, idle, sim_fleet, until
+from tests.runtime.test_telemetry import Recorder, points
+
+KV_BYTES = 1024
+PROFILE = DeviceProfile(
+    memory_bytes=64 << 20,
+    floor_s=0.01,
+    base_s=0.001,
+    token_s=1e-3,
+    load_bytes_per_s=10 << 20,
+    unload_s=0.02,
+    kv_bytes_per_s=10e6,
+)
+LONG = Sampling(max_tokens=400, ignore_eos=True)
+PROMPTS = [tuple(range(100 * number, 100 * number + 150)) for number in range(4)]
+
+
+def make_engine(name: str = "e0", kind: type[SimEngine] = SimEngine, **options: Any) -> SimEngine:
+    return kind(name, PROFILE, **{"kv_blocks": 512, "kv_block_tokens": 16, "max_requests": 8, **options})
+
+
+def make_fleet(kv_store: KVStore | None, engines: Sequence[Engine] = (), **options: Any) -> Fleet:
+    store = SimStore(
+        [
+            sim_manifest(
+                name, 1 << 20, max_context_tokens=4096, eos_token_ids=(0,), kv_bytes_per_token=KV_BYTES
+            )
+            for name in ("a", "b")
+        ]
+    )
+    chosen = engines or [make_engine()]
+    return sim_fleet("a", "b", engines=chosen, store=store, scheduler=Idle(), kv_store=kv_store, **options)
+
+
+class Client:
+    """Reads one stream to its end, and keeps its tokens and hops."""
+
+    def __init__(self, fleet: Fleet, prompt: tuple[int, ...], sampling: Sampling = LONG) -> None:
+        self.fleet, self.prompt, self.sampling = fleet, prompt, sampling
+        self.tokens: list[int] = []
+        self.stream: FleetStream | None = None
+
+    async def run(self) -> None:
+        async with self.fleet.stream("a", self.prompt, self.sampling) as stream:
+            self.stream = stream
+            async for token in stream:
+                self.tokens.append(token.id)
+        assert self.tokens == expected(stream.request)
+
+    async def has(self, count: int) -> None:
+        await until(lambda: len(self.tokens) >= count)
+
+    @property
+    def restored(self) -> list[int]:
+        assert self.stream is not None
+        return [hop.restored_tokens for hop in self.stream.hops]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+
+@asynccontextmanager
+async def running(fleet: Fleet, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> AsyncGenerator[list[Client]]:
+    """Clients that read to their ends, on a fleet that is idle again afterwards."""
+    await fleet.swap("e0", to="a")
+    clients = [Client(fleet, prompt) for prompt in prompts]
+    async with anyio.create_task_group() as tasks:
+        for client in clients:
+            tasks.start_soon(client.run)
+        for client in clients:
+            await client.has(10)
+        yield clients
+    await anyio.sleep(0.1)
+    idle(fleet)
+    view = fleet.view().kv_store
+    assert view is None or view.num_leases == 0
+
+
+async def away_and_back(fleet: Fleet, **options: Any) -> None:
+    await fleet.swap("e0", to="b", **options)
+    await fleet.swap("e0", to="a")
+
+
+# ---------------------------------------------------------------------- what comes back
+
+
+@virtual_time
+async def test_requests_are_restored_after_a_swap_and_compute_one_token_anew() -> None:
+    async with make_fleet(SimKVStore("1 GiB")) as fleet:
+        async with running(fleet) as clients:
+            await away_and_back(fleet)
+            after = [client.num_tokens for client in clients]
+        assert [client.restored for client in clients] == [[0, num_tokens - 1] for num_tokens in after]
+        there, back = fleet.swaps[-2:]
+        assert (there.num_evicted, there.num_saved, back.num_saved) == (4, 4, 0)
+        assert there.saved_bytes == sum(-(-(num_tokens - 1) // 16) * 16 * KV_BYTES for num_tokens in after)
+
+
+@virtual_time
+async def test_five_turns_copy_at_most_two_blocks_each_of_a_request_that_did_not_go_on() -> None:
+    async with make_fleet(SimKVStore("1 GiB")) as fleet, running(fleet) as clients:
+        for turn in range(5):
+            await away_and_back(fleet)
+            for client in clients:
+                await client.has(11 + 2 * turn)
+            if turn:
+                assert fleet.swaps[-2].saved_bytes <= 2 * len(clients) * 16 * KV_BYTES
+
+
+@virtual_time
+async def test_a_request_goes_on_with_its_blocks_on_any_instance() -> None:
+    engines = [make_engine("e0"), make_engine("e1")]
+    async with make_fleet(SimKVStore("1 GiB"), engines) as fleet, running(fleet) as clients:
+        await fleet.swap("e0", to="b")
+        num_tokens = [client.num_tokens for client in clients]
+        await fleet.swap("e1", to="a")
+        for client, before in zip(clients, num_tokens, strict=True):
+            await client.has(before - len(client.prompt) + 2)
+            assert client.restored == [0, before - 1]
+
+
+@virtual_time
+async def test_full_blocks_are_copied_before_the_deadline_and_the_rest_at_it() -> None:
+    down: dict[float, float] = {}
+    for deadline_s in (0.0, 1.0):
+        engine = SimEngine("e0", replace(PROFILE, memory_bytes=19 << 19), kv_blocks=512, kv_block_tokens=16)
+        async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet, running(fleet):
+            await away_and_back(fleet, deadline_s=deadline_s)
+            record = fleet.swaps[-2]
+            assert (record.num_saved, record.phase_s("preload")) == (4, 0)
+            down[deadline_s] = record.phase_s("evict") - deadline_s
+    assert down[1.0] < down[0.0] / 2
+
+
+@virtual_time
+async def test_full_blocks_are_copied_while_the_next_model_is_preloaded() -> None:
+    async with make_fleet(SimKVStore("1 GiB")) as fleet:
+        async with running(fleet):
+            await away_and_back(fleet)
+        record = fleet.swaps[-2]
+        full_s = record.saved_bytes / PROFILE.kv_bytes_per_s
+        assert record.phase_s("preload") > 0
+        assert record.phase_s("evict") < full_s / 2
+
+
+@virtual_time
+async def test_all_requests_stop_at_one_step_boundary() -> None:
+    """One after another they would decode on, and the last be down as long as all copies take."""
+    stopped_s: list[float] = []
+
+    class Noting(SimEngine):
+        @asynccontextmanager
+        async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+            async with super().export_kv(request) as source:
+                stop = source.stop
+
+                async def noted() -> Any:
+                    result = await stop()
+                    stopped_s.append(anyio.current_time())
+                    return result
+
+                source.stop = noted  # type: ignore[method-assign]
+                yield source
+
+    async with make_fleet(SimKVStore("1 GiB"), [make_engine(kind=Noting)]) as fleet, running(fleet):
+        await away_and_back(fleet)
+        assert len(stopped_s) == 4
+        assert len(set(stopped_s)) == 1
+
+
+@virtual_time
+async def test_a_drain_that_is_out_of_time_saves_what_it_interrupts() -> None:
+    engines = [make_engine("e0"), make_engine("e1")]
+    async with make_fleet(SimKVStore("1 GiB"), engines) as fleet, running(fleet) as clients:
+        record = await fleet.drain("e0", deadline_s=0.0)
+        assert record.num_evicted == 4
+        num_tokens = [client.num_tokens for client in clients]
+        await fleet.swap("e1", to="a")
+        for client, before in zip(clients, num_tokens, strict=True):
+            await client.has(before - len(client.prompt) + 2)
+            assert client.restored == [0, before - 1]
+
+
+# ---------------------------------------------------------------------- without a store, without room
+
+
+@virtual_time
+async def test_without_a_store_nothing_changes() -> None:
+    seconds: list[list[float]] = []
+    for kv_store in (None, SimKVStore(0)):
+        async with make_fleet(kv_store) as fleet:
+            async with running(fleet) as clients:
+                await away_and_back(fleet)
+            assert [client.restored for client in clients] == [[0, 0]] * 4
+            seconds.append([record.phase_s("load") for record in fleet.swaps])
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+@virtual_time
+async def test_a_store_of_little_more_than_one_request_keeps_one_whole() -> None:
+    """Saved one after another without a plan they would evict each other, and none would be whole."""
+    async with make_fleet(SimKVStore(round(1.2 * 11 * 16 * KV_BYTES))) as fleet:
+        async with running(fleet) as clients:
+            await away_and_back(fleet)
+        restored = sorted(client.restored[-1] for client in clients)
+        assert restored[-1] >= 160
+        assert restored[:-2] == [0, 0]
+
+
+# ---------------------------------------------------------------------- faults
+
+
+class Faulty(SimKVStore):
+    """Fails in one of its verbs."""
+
+    def __init__(self, fails_in: str) -> None:
+        super().__init__("1 GiB")
+        self.fails_in = fails_in
+
+    def _fail_in(self, verb: str) -> None:
+        if self.fails_in == verb:
+            raise RuntimeError(f"a planted fault in {verb}")
+
+    def lookup(self, prefix: KVPrefix) -> int:
+        self._fail_in("lookup")
+        return super().lookup(prefix)
+
+    def lease(self, prefix: KVPrefix) -> KVLease:
+        self._fail_in("lease")
+        return super().lease(prefix)
+
+    def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
+        self._fail_in("put")
+        return super().put(prefix, prefill_s=prefill_s, copy_s=copy_s)
+
+    async def fill(self, places: Sequence[None], data: memoryview) -> None:
+        self._fail_in("fill")
+        await super().fill(places, data)
+
+    async def content(self, places: Sequence[None], block_bytes: int) -> memoryview:
+        self._fail_in("content")
+        return await super().content(places, block_bytes)
+
+
+@pytest.mark.parametrize("verb", ["lookup", "lease", "put", "fill", "content"])
+def test_a_fault_of_the_store_fails_no_swap_and_no_request(
+    verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @virtual_time
+    async def test() -> None:
+        async with make_fleet(Faulty(verb)) as fleet:
+            async with running(fleet):
+                await away_and_back(fleet)
+            assert [record.outcome for record in fleet.swaps] == ["done"] * 3
+
+    with caplog.at_level(logging.INFO, "hotswap"):
+        test()
+    assert f"a planted fault in {verb}" in caplog.text
+
+
+@virtual_time
+async def test_an_engine_that_is_lost_while_it_is_saved_ends_the_swap_as_ever() -> None:
+    engine = make_engine()
+    async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet, running(fleet):
+        async with anyio.create_task_group() as tasks:
+
+            async def swap() -> None:
+                with pytest.raises(SwapFailed, match="evict"):
+                    await fleet.swap("e0", to="b", deadline_s=1.0)
+
+            tasks.start_soon(swap)
+            await until(lambda: engine.status().state is InstanceState.DRAINING)
+            engine.lose()
+        await until(lambda: engine.status().state is InstanceState.EMPTY)
+        await fleet.swap("e0", to="a")
+
+
+@virtual_time
+async def test_a_swap_that_is_cancelled_while_it_saves_leaves_the_model_and_its_requests() -> None:
+    engine = make_engine()
+    async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet, running(fleet) as clients:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(fleet.swap, "e0", to="b", deadline_s=1.0))
+                await until(lambda: engine.status().state is InstanceState.DRAINING)
+                scope.cancel()
+        assert engine.status().state is InstanceState.SERVING
+        assert fleet.swaps[-1].outcome == "cancelled"
+        num_tokens = [len(client.tokens) for client in clients]
+        for client, before in zip(clients, num_tokens, strict=True):
+            await client.has(before + 2)
+
+
+@virtual_time
+async def test_admission_is_closed_while_requests_are_saved() -> None:
+    """A request that is released would come straight back, and be evicted without its blocks."""
+    async with make_fleet(SimKVStore("1 GiB")) as fleet, running(fleet) as clients:
+        await away_and_back(fleet)
+        for client in clients:
+            await client.has(60)
+            assert len(client.restored) == 2
+
+
+class SlowSink(SimEngine):
+    """Imports for ever."""
+
+    @asynccontextmanager
+    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+        await anyio.sleep_forever()
+        async with super().import_kv(request) as sink:
+            yield sink
+
+
+@virtual_time
+async def test_a_restore_that_takes_for_ever_is_given_up() -> None:
+    async with make_fleet(SimKVStore("1 GiB"), [make_engine(kind=SlowSink)]) as fleet:
+        async with running(fleet) as clients:
+            await away_and_back(fleet)
+        assert [client.restored for client in clients] == [[0, 0]] * 4
+
+
+class StuckSource(SimEngine):
+    """Stops no request."""
+
+    @asynccontextmanager
+    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
+        async with super().export_kv(request) as source:
+            source.stop = anyio.sleep_forever  # type: ignore[method-assign, assignment]
+            yield source
+
+
+@virtual_time
+async def test_a_save_that_takes_for_ever_is_given_up_within_the_limit_of_an_eviction() -> None:
+    limits = SwapLimits(evict_s=1.0)
+    async with (
+        make_fleet(SimKVStore("1 GiB"), [make_engine(kind=StuckSource)], limits=limits) as fleet,
+        running(fleet),
+    ):
+        await away_and_back(fleet)
+        assert fleet.swaps[-2].outcome == "done"
+        assert (fleet.swaps[-2].num_evicted, fleet.swaps[-2].num_saved) == (4, 0)
+
+
+@virtual_time
+async def test_everything_is_given_back_wherever_a_swap_is_cancelled() -> None:
+    engine = make_engine(kv_blocks=64)
+    async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet:
+        await fleet.swap("e0", to="a")
+
+        async def swaps() -> None:
+            async with fleet.stream("a", PROMPTS[0][:20], Sampling(max_tokens=30, ignore_eos=True)) as stream:
+                await anext(stream)
+                await fleet.swap("e0", to="b", deadline_s=0.02)
+                await fleet.swap("e0", to="a")
+                await stream.collect()
+
+        async def all_given_back() -> None:
+            await anyio.sleep(0.1)
+            idle(fleet)
+            view = fleet.view().kv_store
+            assert view is not None
+            assert view.num_leases == 0
+            assert view.used_bytes == sum(stored.size_bytes for stored in view.models)
+            if engine.status().model != "a" or engine.status().state is not InstanceState.SERVING:
+                await fleet.swap("e0", to="a")
+
+        assert await cancel_everywhere(swaps, all_given_back) > 20
+
+
+# ---------------------------------------------------------------------- what is counted
+
+
+@virtual_time
+async def test_what_is_saved_and_restored_is_counted_and_traced() -> None:
+    reader, recorder = InMemoryMetricReader(), Recorder()
+    async with make_fleet(
+        SimKVStore("1 GiB"), meter_provider=MeterProvider([reader]), tracer_provider=recorder.provider
+    ) as fleet:
+        async with running(fleet) as clients:
+            await away_and_back(fleet)
+        saved_bytes = fleet.swaps[-2].saved_bytes
+        restored = sum(client.restored[-1] for client in clients)
+        view = fleet.view().kv_store
+        assert view is not None
+        assert [stored.model for stored in view.models] == ["a"]
+        assert view.used_bytes == saved_bytes
+        assert view.capacity_bytes == 1 << 30
+        measured = points(reader.get_metrics_data())
+        assert sum(value for _, value in measured["hotswap.kv.saved"]) == saved_bytes
+        assert sum(value for _, value in measured["hotswap.kv.restored"]) == restored
+        assert [value for _, value in measured["hotswap.kv.stored"]] == [saved_bytes]
+    assert total(recorder, "hotswap.offload", "hotswap.kv.saved_bytes") == saved_bytes
+    assert total(recorder, "hotswap.hop", "hotswap.kv.restored_tokens") == restored
+
+
+def total(recorder: Recorder, span: str, attribute: str) -> float:
+    """The sum of an attribute of all spans of a name."""
+    values = [(of.attributes or {}).get(attribute, 0) for of in recorder.spans(span)]
+    return sum(value for value in values if isinstance(value, int | float))

@@ -1,0 +1,274 @@
+"""On a real model requests that come back with their KV blocks get the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from hotswap import (
+    Adapter,
+    AdapterId,
+    Fleet,
+    FleetStream,
+    InstanceState,
+    Model,
+    ModelId,
+    Request,
+    RequestId,
+    Sampling,
+)
+from hotswap.abc import KVStore
+from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.errors import SwapFailed, SwapRefused
+from hotswap.policies import LeastLoadedRouter
+from tests.backends.torch.adapters.files import write
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.zoo import make_model
+from tests.runtime.support import Idle
+
+BLOCK_BYTES = 32 * 3 * 2 * 2 * 16 * 4
+GREEDY = Sampling(max_tokens=80, ignore_eos=True)
+SAMPLED = Sampling(max_tokens=80, ignore_eos=True, temperature=1.0, seed=3)
+SKELETONS = SkeletonCache()
+
+
+@pytest.fixture(scope="module")
+def store() -> DictStore:
+    store = DictStore()
+    for seed, (name, kind) in enumerate({"a": "llama", "b": "qwen3"}.items()):
+        store.add(name, make_model(kind, seed=seed))
+    return store
+
+
+def prompt(seed: int, count: int) -> tuple[int, ...]:
+    random = Random(seed)
+    return tuple(random.randrange(2, 500) for _ in range(count))
+
+
+SHARED = prompt(99, 70)
+PROMPTS = [prompt(number, 40 + 50 * number) for number in range(4)] + [
+    SHARED + prompt(50 + n, 9) for n in (0, 1)
+]
+
+
+def make_engine(name: str, kv_tokens: int = 4096) -> TorchEngine:
+    return TorchEngine(
+        name,
+        kv_tokens=kv_tokens,
+        memory_bytes="64 MiB",
+        threads=1,
+        max_requests=8,
+        token_budget=64,
+        packed_bytes=0,
+        skeletons=SKELETONS,
+    )
+
+
+def make_fleet(
+    store: DictStore,
+    kv_store: KVStore | None,
+    engines: Sequence[TorchEngine] = (),
+    adapters: Sequence[Adapter] = (),
+) -> Fleet:
+    return Fleet(
+        engines=engines or [make_engine("e0")],
+        store=store,
+        models=[Model("a"), Model("b")],
+        adapters=adapters,
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+        kv_store=kv_store,
+    )
+
+
+class Client:
+    def __init__(self, number: int, adapter: str | None = None) -> None:
+        self.prompt, self.sampling = PROMPTS[number], SAMPLED if number % 2 else GREEDY
+        self.adapter, self.tokens = adapter, list[int]()
+        self.stream: FleetStream | None = None
+
+    async def run(self, fleet: Fleet) -> None:
+        async with fleet.stream("a", self.prompt, self.sampling, adapter=self.adapter) as self.stream:
+            async for token in self.stream:
+                self.tokens.append(token.id)
+
+    async def has(self, count: int) -> None:
+        while len(self.tokens) < count:  # noqa: ASYNC110 - clients must not depend on the test
+            await anyio.sleep(0.001)
+
+    @property
+    def num_restored(self) -> int:
+        assert self.stream is not None
+        return sum(hop.restored_tokens for hop in self.stream.hops)
+
+
+async def undisturbed(store: DictStore, adapters: Sequence[Adapter] = ()) -> list[list[int]]:
+    async with make_engine("oracle") as engine:
+        await engine.load(store.card("a"), store)
+        for adapter in adapters:
+            await engine.load_adapter(adapter)
+        whole: list[list[int]] = []
+        for number in range(len(PROMPTS)):
+            client = Client(number)
+            versions: list[AdapterId | None] = [adapter.version for adapter in adapters]
+            for version in versions or [None]:
+                request = Request(
+                    id=RequestId(f"{number} {version}"),
+                    model=ModelId("a"),
+                    prompt=client.prompt,
+                    sampling=client.sampling,
+                    adapter=version,
+                )
+                async with engine.stream(request) as tokens:
+                    whole.append([token.id async for token in tokens])
+        return whole
+
+
+def all_released(fleet: Fleet, engines: Sequence[TorchEngine]) -> None:
+    view = fleet.view().kv_store
+    assert view is not None
+    assert view.num_leases == 0
+    for engine in engines:
+        status = engine.status()
+        assert status.num_running == status.num_waiting == 0
+        assert status.num_free_kv_blocks == status.num_kv_blocks
+
+
+async def settle(engines: Sequence[TorchEngine]) -> None:
+    """Let blocks that restores held be released."""
+    with anyio.fail_after(30):
+        while any(e.status().num_free_kv_blocks < e.status().num_kv_blocks for e in engines):  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
+@pytest.mark.parametrize("budget", [1 << 24, 20 * BLOCK_BYTES, 0], ids=["roomy", "20 blocks", "nothing"])
+@pytest.mark.parametrize("kv_tokens", [4096, 800], ids=["roomy pool", "tight pool"])
+async def test_tokens_are_those_of_an_undisturbed_run(store: DictStore, budget: int, kv_tokens: int) -> None:
+    engine = make_engine("e0", kv_tokens)
+    clients = [Client(number) for number in range(len(PROMPTS))]
+    async with make_fleet(store, HostKVStore(budget), [engine]) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.run, fleet)
+            for turn in range(3):
+                for client in clients:
+                    await client.has(1 if not turn else 9 * turn)
+                await fleet.swap("e0", to="b", deadline_s=0.01 * turn)
+                await fleet.swap("e0", to="a")
+        await settle([engine])
+        all_released(fleet, [engine])
+    assert [client.tokens for client in clients] == await undisturbed(store)
+    if budget > 1 << 20:
+        assert sum(client.num_restored for client in clients) > (500 if kv_tokens > 1000 else 100)
+    if not budget:
+        assert not any(client.num_restored for client in clients)
+
+
+async def test_a_request_amid_its_prefill_keeps_what_it_has(store: DictStore) -> None:
+    clients = [Client(3)]
+    engine = make_engine("e0")
+    async with make_fleet(store, HostKVStore("16 MiB"), [engine]) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(clients[0].run, fleet)
+            while not engine.status().num_running:
+                await anyio.lowlevel.checkpoint()
+            await fleet.swap("e0", to="b")
+            await fleet.swap("e0", to="a")
+    assert clients[0].tokens == (await undisturbed(store))[3]
+
+
+async def test_a_chat_finds_its_history_after_its_model_was_away(store: DictStore) -> None:
+    """From the second of ten turns on at most one block of it is computed again."""
+    history, num_before = PROMPTS[0], 0
+    async with make_fleet(store, HostKVStore("64 MiB")) as fleet:
+        await fleet.swap("e0", to="a")
+        for turn in range(10):
+            answer = await fleet.generate("a", history, Sampling(max_tokens=20, ignore_eos=True))
+            assert num_before - answer.usage.reused_tokens <= 32
+            history += tuple(token.id for token in answer.tokens)
+            num_before = len(history)
+            history += prompt(turn, 15)
+            await fleet.swap("e0", to="b")
+            await fleet.swap("e0", to="a")
+
+
+async def test_blocks_of_an_adapter_come_back_to_that_adapter_alone(
+    store: DictStore, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, model = tmp_path_factory.mktemp("adapters"), make_model("llama", seed=0)
+    adapters = [
+        Adapter(name, "a", write(root / name, model, seed=seed, r=4, size=4.0))
+        for seed, name in enumerate(("x", "y"), 1)
+    ]
+    clients = [Client(number, adapter.id) for number in range(len(PROMPTS)) for adapter in adapters]
+    async with make_fleet(store, HostKVStore("64 MiB"), adapters=adapters) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.run, fleet)
+            for client in clients[:8]:
+                await client.has(5)
+            await fleet.swap("e0", to="b")
+            await fleet.swap("e0", to="a")
+    assert [client.tokens for client in clients] == await undisturbed(store, adapters)
+    assert sum(client.num_restored > 0 for client in clients) >= 6
+
+
+@pytest.mark.slow
+async def test_random_swaps_losses_and_budgets_lose_no_token(store: DictStore) -> None:
+    """Two engines save and restore at once, with a store of 1.2 times one request."""
+    random, seen = Random(11), Counter[str]()
+    engines = [make_engine("e0", 1024), make_engine("e1", 1024)]
+    clients = [Client(number % len(PROMPTS)) for number in range(24)]
+    async with make_fleet(store, HostKVStore(round(1.2 * 9 * BLOCK_BYTES)), engines) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.run, fleet)
+            async with anyio.create_task_group() as others:
+                for engine in engines:
+                    others.start_soon(_disturb, fleet, engine, Random(random.random()), clients, seen)
+            await _ensure(fleet, engines[0])
+        await settle(engines)
+        all_released(fleet, engines)
+    whole = await undisturbed(store)
+    assert [client.tokens for client in clients] == [whole[number % len(PROMPTS)] for number in range(24)]
+    assert seen["swaps"] > 10
+    assert sum(client.num_restored for client in clients) > 200
+
+
+async def _disturb(
+    fleet: Fleet, engine: TorchEngine, random: Random, clients: Sequence[Client], seen: Counter[str]
+) -> None:
+    for _ in range(24):
+        goal = sum(len(client.tokens) for client in clients) + random.randrange(5, 40)
+        with anyio.move_on_after(0.3):
+            while sum(len(client.tokens) for client in clients) < goal:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+        if random.random() < 0.1 and engine.status().state is not InstanceState.LOST:
+            engine.lose("chaos")
+            continue
+        with anyio.move_on_after(random.choice([0.01, 0.05, 30, 30])):
+            try:
+                target = "b" if engine.status().model == "a" else "a"
+                await fleet.swap(engine.id, to=target, deadline_s=random.choice([0, 0.02]))
+                seen["swaps"] += 1
+            except (SwapRefused, SwapFailed):
+                continue
+
+
+async def _ensure(fleet: Fleet, engine: TorchEngine) -> None:
+    """Have an engine serve the model of all clients."""
+    while engine.status().model != "a" or engine.status().state is not InstanceState.SERVING:
+        try:
+            await fleet.swap(engine.id, to="a")
+        except (SwapRefused, SwapFailed):
+            await anyio.sleep(0.05)
