@@ -24,6 +24,7 @@ __all__ = ["SHAPES", "Shape", "write"]
 
 _ALIGNMENT_BYTES = 256  # of a tensor in the flat buffer
 _ITEM_BYTES = 2  # bfloat16
+_FINITE = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)  # without the highest bit of four exponents
 _HIDDEN = (2048, 1024, 512, 256, 128, 64)
 _SHARE_OF_LAYERS = 0.6
 
@@ -140,12 +141,13 @@ def _layer(hidden: int) -> Iterator[_Entry]:
 
 
 def _random(entries: list[_Entry], seed: int) -> dict[str, Tensor]:
-    """Tensors of random bits, each with memory of its own, as a model has them."""
+    """Tensors of random bits that are finite numbers, each with memory of its own, as a model has them."""
     seeds = count(seed)
     tensors: dict[str, Tensor] = {}
     for entry in entries:
         generator = torch.Generator().manual_seed(next(seeds))
         words = torch.empty(-(-entry.size_bytes // 8), dtype=torch.int64).random_(generator=generator)
+        words &= _FINITE
         raw = words.view(torch.uint8)[: entry.size_bytes]
         whole = raw if raw.untyped_storage().nbytes() == len(raw) else raw.clone()
         tensors[entry.name] = whole.view(torch.bfloat16).view(entry.shape)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
 from hotswap.backends.fields import Fields, parse_object
-from hotswap.backends.stores.gguf import gguf_files
-from hotswap.backends.stores.layout import item_bits
+from hotswap.backends.stores.gguf import gguf_files, parts_of
+from hotswap.backends.stores.layout import INDEX_NAME, item_bits
 from hotswap.backends.stores.text_files import read_text_files
-from hotswap.errors import ShardCorrupt, ShardMissing, UnsafeFile
+from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 
 __all__ = [
     "FETCH_AGAIN",
@@ -23,15 +25,19 @@ __all__ = [
     "StoredTensor",
     "check_no_pickles",
     "has_checkpoint",
+    "not_finite",
     "read_checkpoint",
     "read_header",
     "read_tensors",
+    "reading_source",
     "weight_files",
 ]
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 FETCH_AGAIN: Final = "Fetch the checkpoint again."
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_LFS_POINTER: Final = b"version https://git-lfs"
 
 # The names of torch, where it has the dtype.
 _DTYPES: Final = {
@@ -68,14 +74,44 @@ class StoredTensor:
     size_bytes: int
 
 
-def read_tensors(paths: Iterable[Path]) -> list[StoredTensor]:
-    """Return the tensors of files, in the order of their bytes. Blocking.
+@contextmanager
+def reading_source(source: Path) -> Generator[None]:
+    """Turn an `OSError` of reading a checkpoint into a `StoreError` that names the file."""
+    try:
+        yield
+    except OSError as exc:
+        raise StoreError(
+            f"The checkpoint at {str(source)!r} cannot be read: {exc.strerror or exc}, of "
+            f"{str(exc.filename or source)!r}. Check its permissions, and its disk."
+        ) from exc
+
+
+def not_finite(name: str, where: Path | str, what: str, place: Sequence[int], dtype: str) -> ShardCorrupt:
+    """Return the error for a tensor that is `what` at a place, `"NaN"` or `"infinite"`."""
+    return ShardCorrupt(
+        f"Tensor {name!r} of {str(where)!r} is {what} at {list(place)} in {dtype}, so the model could not "
+        "answer. Fetch the checkpoint again, or one that is whole in that dtype."
+    )
+
+
+def read_tensors(source: Path) -> list[StoredTensor]:
+    """Return the tensors of a checkpoint, in the order of their bytes. Blocking.
+
+    A tensor that several files have is the one of the file that the weight index says.
 
     Raises:
+        ShardMissing: there are none, or a file has not a tensor that the index says it has.
         ShardCorrupt: a file is truncated or no safetensors file, has a dtype that is not known, or a tensor
-            that lies outside it or on another; or two files have a tensor of one name.
+            that lies outside it or on another; or two files have a tensor of one name, without an index.
+        UnsafeFile: as `read_checkpoint`.
     """
-    found = [tensor for path in paths for tensor in read_header(path)]
+    files, placed = weight_files(source), _placed(source)
+    found = [
+        tensor
+        for path in files
+        for tensor in read_header(path)
+        if placed.get(tensor.name, path.name) == path.name
+    ]
     names: dict[str, Path] = {}
     for tensor in found:
         if tensor.name in names:
@@ -84,6 +120,13 @@ def read_tensors(paths: Iterable[Path]) -> list[StoredTensor]:
                 f"and no index says which counts. {FETCH_AGAIN}"
             )
         names[tensor.name] = tensor.path
+    if lacking := next((name for name in placed if name not in names), None):
+        raise ShardMissing(
+            f"{str(source / placed[lacking])!r} has no tensor {lacking[:200]!r}, which the weight index says "
+            f"it has. {FETCH_AGAIN} Or, if the model needs none, take its line out of {_INDEX!r}."
+        )
+    if not found:
+        raise ShardMissing(f"There is no checkpoint at {str(source)!r}: its files have no tensors.")
     return found
 
 
@@ -91,9 +134,16 @@ def read_header(path: Path) -> list[StoredTensor]:
     """Return the tensors of one file; raises as `read_tensors`."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise ShardCorrupt(
+                f"{str(path)!r} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in its "
+                "directory."
+            )
+        length = int.from_bytes(start[:8], "little")
         if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
             raise ShardCorrupt(f"{str(path)!r} is no safetensors file, or truncated. {FETCH_AGAIN}")
+        file.seek(8)
         header = parse_object(file.read(length), path, remedy=FETCH_AGAIN)
     tensors = sorted(_tensors(header, path, 8 + length), key=lambda tensor: tensor.offset_bytes)
     end = 8 + length
@@ -175,12 +225,13 @@ def read_checkpoint(source: Path) -> Checkpoint:
         read_header(file)
     text_config = _text_config(config.raw)
     architectures = config.get("architectures")
-    names = cast("list[object]", architectures) if isinstance(architectures, list) else []
+    names = cast("list[object]", architectures) if isinstance(architectures, list) else [""]
+    architecture = names[0] if names and isinstance(names[0], str) and names[0].isprintable() else ""
     side_files = read_text_files(source)
     generation = _parsed(source / "generation_config.json", side_files.get("generation_config.json"))
     return Checkpoint(
         config=json.dumps(config.raw),
-        architecture=str(names[0]) if names else "",
+        architecture=architecture,
         # Either file may have an end token that the other lacks, as after a fine-tuning.
         eos_token_ids=tuple(dict.fromkeys((*_eos(generation), *_eos(text_config)))),
         max_context_tokens=_first(text_config, "max_position_embeddings", "n_positions", "n_ctx") or 2**31,
@@ -195,10 +246,17 @@ def has_checkpoint(source: Path) -> bool:
 
 def _why_none(source: Path) -> str:
     """Why there is no config, as the end of a sentence, with what to do instead."""
+    if source.is_file():
+        return "it is a file; give the directory that has it, or a GGUF file"
+    if (source / INDEX_NAME).is_file():
+        return "it is a model of a store; open that store, or give what it was imported from"
     if (source / "adapter_config.json").is_file():
         return "it has an adapter, not a model; register its base model, and the adapter as an `Adapter`"
+    if re.match(r"(https?|hf):/", str(source)):
+        return "it is a URL; give a path, or the name on the Hugging Face Hub, org/name"
     if not source.exists():
-        return "there is nothing of this name"
+        home = "; '~' is not the home directory here" if str(source).startswith("~") else ""
+        return f"there is nothing of this name{home}"
     if gguf_files(source):
         return "it has a GGUF model, which only `layout='checkpoint'` keeps, for engines of llama.cpp"
     return "it has no config.json"
@@ -239,18 +297,24 @@ def weight_files(source: Path) -> list[Path]:
     """
     if ggufs := gguf_files(source):
         return list(ggufs)
-    if (source / "model.safetensors").is_file():  # as transformers, whatever else is there
-        return [source / "model.safetensors"]
-    index = _json(source, "model.safetensors.index.json")
-    if index is not None:
-        return [
-            _part(source, name) for name in sorted(set(map(str, index.record("weight_map").raw.values())))
-        ]
+    if (source / _WHOLE).is_file():  # as transformers, whatever else is there
+        return [source / _WHOLE]
+    if placed := _placed(source):
+        return [_part(source, name) for name in sorted(set(placed.values()))]
     files = sorted(source.glob("*.safetensors"))
+    if irregular := next((path for path in files if not path.is_file()), None):
+        raise ShardMissing(f"{str(irregular)!r} is no file, or a link to nothing. {FETCH_AGAIN}")
     if files:
-        return files
+        return sorted({part for path in files for part in parts_of(path)})
     check_no_pickles(source)
     raise ShardMissing(f"There is no checkpoint at {str(source)!r}: it has no *.safetensors.")
+
+
+def _placed(source: Path) -> dict[str, str]:
+    """The file of each tensor, as the weight index says; empty where there is none that counts."""
+    if (source / _WHOLE).is_file() or (index := _json(source, _INDEX)) is None:
+        return {}
+    return {name: str(file) for name, file in index.record("weight_map").raw.items()}
 
 
 def check_no_pickles(directory: Path, names: Iterable[str] = _PICKLES) -> None:

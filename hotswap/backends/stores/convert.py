@@ -15,18 +15,25 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from hotswap.backends.fields import LARGEST
 from hotswap.backends.hub import resolve
 from hotswap.backends.stores.as_is import plan_as_is
-from hotswap.backends.stores.checkpoint import Checkpoint, read_checkpoint, weight_files
+from hotswap.backends.stores.checkpoint import (
+    FETCH_AGAIN,
+    Checkpoint,
+    read_checkpoint,
+    reading_source,
+    weight_files,
+)
 from hotswap.backends.stores.fingerprint import ConversionOptions, Fingerprint
 from hotswap.backends.stores.gguf import gguf_files
 from hotswap.backends.stores.index import VERSION
-from hotswap.backends.stores.layout import SOURCE_NAME, model_name
+from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SOURCE_NAME, model_name
 from hotswap.backends.stores.locks import LockWait
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
-from hotswap.errors import BackendMissing, ConfigError, StoreError
+from hotswap.errors import BackendMissing, ConfigError, ShardCorrupt, StoreError
 from hotswap.model import Layout, Manifest
 from hotswap.request import ModelId
 
@@ -75,23 +82,27 @@ def convert(
         ShardMissing: there is no checkpoint at the source, or a part of it is missing.
         ShardCorrupt: a file of it is truncated or unreadable, or has weights that are not finite or cannot be
             quantized.
-        UnsafeFile: it holds pickled weights only.
+        UnsafeFile: it holds pickled weights only; or the store has something else than a model of that id.
         UnsupportedModel: transformers knows no causal language model of its kind, it is quantized, or it
             cannot be cut for `world_size` ranks; the message says what to do instead.
         TierFull: the disk has no room; other models are untouched.
-        ConfigError: the model exists and `replace_existing` is false, there is no such dtype or
-            scheme, the layout has no such option, or `memory_bytes` are too few for a model that cannot be
-            streamed.
+        ConfigError: the model exists and `replace_existing` is false, there is no such layout, dtype or
+            scheme, the layout has no such option, `max_file_bytes` are under 4096, `root` is a file, or
+            `memory_bytes` are too few for a model that cannot be streamed.
         BackendMissing: torch or transformers are not installed.
         StoreBusy: the model to be replaced is in use; finished data files are kept for the next call.
-        StoreError: the checkpoint changed meanwhile, or writing failed.
+        StoreError: the checkpoint cannot be read, or changed meanwhile, or writing failed.
     """
     root = Path(root)
     model_name(ModelId(model_id), root)
     source = resolve(source)
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
+    if max_file_bytes < ALIGNMENT_BYTES:
+        raise ConfigError(f"max_file_bytes is {max_file_bytes}; give {ALIGNMENT_BYTES} or more.")
     layout = layout or layout_of(source)
+    if layout not in get_args(Layout):
+        raise ConfigError(f"There is no layout {layout!r}; give one of {', '.join(get_args(Layout))}.")
     job = _Job(
         model=ModelId(model_id),
         source=source,
@@ -109,7 +120,8 @@ def convert(
 
 def layout_of(source: Path) -> Layout:
     """Return the layout that a source is imported in where none is asked for. Blocking."""
-    return "checkpoint" if gguf_files(source) else "modules"
+    with reading_source(source):
+        return "checkpoint" if gguf_files(source) else "modules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +146,13 @@ class _Job:
         return Fingerprint.of(self.source, self.options, progress=self.tell_reading)
 
     def admit_bytes(self, manifest: Manifest) -> None:
+        """Look at the facts of a model, which its index must be able to say, and ask for its bytes."""
+        numbers = (manifest.max_context_tokens, manifest.kv_bytes_per_token, *manifest.eos_token_ids)
+        if (largest := max(numbers)) >= LARGEST:
+            raise ShardCorrupt(
+                f"The config of {str(self.source)!r} leads to the number {largest}, of its context, its keys "
+                f"and values or its end tokens, which no model has. {FETCH_AGAIN}"
+            )
         if self.admit is not None:
             self.admit(manifest.buffer_bytes * manifest.world_size)
 
@@ -162,7 +181,8 @@ def _copy_as_is(job: _Job) -> Manifest:
             "The layout 'checkpoint' keeps weights as they are: it takes no dtype, quantize or world_size. "
             "Leave them out, or take the layout 'modules'."
         )
-    plan = plan_as_is(job.model, job.source)
+    with reading_source(job.source):
+        plan = plan_as_is(job.model, job.source)
     fingerprint = job.fingerprint()
     job.admit_bytes(plan.manifest)
     key = _key(job, plan.manifest, None)
@@ -175,7 +195,8 @@ def _copy_as_is(job: _Job) -> Manifest:
 
 
 def _convert_modules(job: _Job, memory_bytes: int) -> Manifest:
-    checkpoint = read_checkpoint(job.source)
+    with reading_source(job.source):
+        checkpoint = read_checkpoint(job.source)
     fingerprint = job.fingerprint()
     with _open(job.source, job.options.dtype, memory_bytes) as blueprint:
         copy, quantizer = _plan(

@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from hotswap.backends.stores.checkpoint import not_finite
 from hotswap.backends.stores.slicing import Cut, Shape, cuts
 from hotswap.backends.stores.streaming import Blueprint, Source
 from hotswap.backends.stores.writer import RankWriter
 from hotswap.backends.torch.weights import place
-from hotswap.errors import ShardCorrupt
 from hotswap.model import TensorSpec
 
 __all__ = ["Copy", "Transform", "check_finite"]
@@ -168,8 +168,4 @@ def check_finite(where: str, name: str, rows: Tensor, first_row: int, *, is_matr
     if place:
         place[0] += first_row
     what = "NaN" if least.isnan() else "infinite"
-    as_dtype = str(rows.dtype).removeprefix("torch.")
-    raise ShardCorrupt(
-        f"Tensor {name!r} of {where!r} is {what} at {place} in {as_dtype}, so the model could not answer. "
-        "Fetch the checkpoint again, or one that is whole in that dtype."
-    )
+    raise not_finite(name, where, what, place, str(rows.dtype).removeprefix("torch."))

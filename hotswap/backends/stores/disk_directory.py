@@ -136,7 +136,7 @@ class DiskDirectory:
     def models(self) -> list[StoredModel]:
         """Return the models, least recently used first."""
         found: list[StoredModel] = []
-        with suppress(FileNotFoundError), os.scandir(self.root) as entries:
+        with map_read_errors(self.root), suppress(FileNotFoundError), os.scandir(self.root) as entries:
             for entry in entries:
                 if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
                     with suppress(FileNotFoundError):  # removed meanwhile, or no model

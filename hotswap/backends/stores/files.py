@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from hotswap.backends.fields import CONVERT_AGAIN
-from hotswap.errors import ShardCorrupt, ShardMissing, StoreError, TierFull, UnsafeFile
+from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError, TierFull, UnsafeFile
 
 __all__ = [
     "BlockFile",
@@ -39,6 +39,7 @@ __all__ = [
 
 _log = logging.getLogger("hotswap.stores")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+_NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux alone has it
 _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _BLOCK_BYTES = 4096
@@ -77,7 +78,8 @@ def map_read_errors(path: Path) -> Generator[None]:
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise _unsafe(path, "a symbolic link") from exc
-        raise StoreError(f"Reading {str(path)!r} failed: {exc.strerror or exc}. Check the disk.") from exc
+        where, reason = str(exc.filename or path), exc.strerror or str(exc)
+        raise StoreError(f"Reading {where!r} failed: {reason}. {_remedy(exc)}") from exc
 
 
 def open_regular(path: Path, flags: int = 0, *, calls: FileCalls = _CALLS) -> int:
@@ -123,7 +125,9 @@ def read_head(path: Path, size_bytes: int) -> tuple[bytes, bytes]:
 
 def check_no_link(directory: Path) -> None:
     """Raise `UnsafeFile` if a symbolic link has the name of a model's directory."""
-    if directory.is_symlink():
+    with map_read_errors(directory):
+        is_link = directory.is_symlink()
+    if is_link:
         raise UnsafeFile(
             f"{str(directory)!r} is a symbolic link; a store reads models inside its root only. Remove the "
             "link, and add the model with `hotswap store add`."
@@ -262,8 +266,18 @@ def _unsafe(path: Path, what: str) -> UnsafeFile:
 
 
 def make_root(root: Path) -> None:
-    """Make the directory of a store, which its owner alone can enter, unless it exists."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the directory of a store, which its owner alone can enter, unless it exists.
+
+    Raises:
+        ConfigError: something else is there.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as exc:
+        raise ConfigError(
+            f"{str(root)!r} cannot be the directory of a store: {exc.filename!r} is a file, or a link to "
+            "nothing. Name another."
+        ) from exc
 
 
 def warn_of_other_users(root: Path) -> None:
@@ -337,4 +351,11 @@ def map_write_errors(root: Path, needed_bytes: int = 0, *, memory: bool = False)
             ) from exc
         if memory:
             raise StoreError(f"{str(root)!r} cannot be used: {reason}.") from exc
-        raise StoreError(f"Writing to {str(root)!r} failed: {reason}. Check the disk.") from exc
+        raise StoreError(f"Writing to {str(root)!r} failed: {reason}. {_remedy(exc)}") from exc
+
+
+def _remedy(error: OSError) -> str:
+    """What to do about an error, as a sentence."""
+    if error.errno in _NOT_ALLOWED:
+        return "Run as the user that the store belongs to, or name a directory of your own."
+    return "Check the disk."

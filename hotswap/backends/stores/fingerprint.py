@@ -21,9 +21,10 @@ from hotswap.backends.stores.checkpoint import (
     MOST_HEADER_BYTES,
     has_checkpoint,
     read_checkpoint,
+    reading_source,
     weight_files,
 )
-from hotswap.backends.stores.files import map_read_errors, read_small, write_file
+from hotswap.backends.stores.files import read_small, write_file
 from hotswap.backends.stores.layout import CHECKPOINT_FILES, MORE_TEMPLATES, SIDE_FILES, SOURCE_NAME, Checksum
 from hotswap.backends.stores.text_files import read_more_templates
 from hotswap.errors import ShardCorrupt, ShardMissing, SourceChanged
@@ -85,7 +86,7 @@ class Fingerprint:
         `progress` is called every 4 MiB, and its errors end the reading. Raises as `read_checkpoint` does,
         and `StoreError` if a file cannot be read.
         """
-        with map_read_errors(source):
+        with reading_source(source):
             return cls(
                 options=options,
                 small={name: _small(source, name) for name in _SMALL_FILES},
@@ -99,7 +100,7 @@ class Fingerprint:
         weight file with another time is read, and is equal if its CRC-32 is. What goes unnoticed is an edit
         in place that changes weights, and neither a length nor the time.
         """
-        with map_read_errors(source):
+        with reading_source(source):
             for name, digest in self.small.items():
                 if (now := _small(source, name)) != digest:
                     return f"{name!r} {_change(digest, now)}"
@@ -111,7 +112,7 @@ class Fingerprint:
 
     def with_times_of(self, source: Path) -> Self:
         """Return the same with the modification times of files that `difference` found to be equal."""
-        with map_read_errors(source):
+        with reading_source(source):
             times = {path.name: path.stat().st_mtime_ns for path in weight_files(source)}
         return replace(
             self, weights={name: replace(file, mtime_ns=times[name]) for name, file in self.weights.items()}
@@ -140,6 +141,11 @@ class Fingerprint:
     def _made(cls, raw: dict[str, Any]) -> Self:
         weights = {name: _WeightFile(**file) for name, file in raw["weights"].items()}
         return cls(options=ConversionOptions(**raw["options"]), small=dict(raw["small"]), weights=weights)
+
+
+def _is_there(source: Path) -> bool:
+    with reading_source(source):
+        return has_checkpoint(source)
 
 
 def _weight_file(path: Path, progress: Callable[[], None] | None) -> _WeightFile:
@@ -181,7 +187,7 @@ def _small(source: Path, name: str) -> str | None:
 def _header(path: Path) -> bytes:
     """The header of a safetensors file, whose length comes first, or the first bytes of a GGUF file."""
     with path.open("rb") as file:
-        if path.suffix == ".gguf":
+        if path.suffix.lower() == ".gguf":
             return file.read(_GGUF_HEAD_BYTES)
         return file.read(int.from_bytes(file.read(8), "little") % (MOST_HEADER_BYTES + 1))
 
@@ -219,7 +225,7 @@ class ImportedModel:
         """
         assert model.source is not None, "a model without a source has nothing to compare"
         source = find(model.source)
-        if source is None or not has_checkpoint(source):
+        if source is None or not _is_there(source):
             return None
         fingerprint = self._fingerprint()
         change: str | None

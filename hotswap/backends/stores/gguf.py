@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing
 
-__all__ = ["GgufFacts", "gguf_files", "read_gguf"]
+__all__ = ["BLOCKS", "GgufFacts", "gguf_files", "parts_of", "read_gguf"]
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -27,16 +27,26 @@ _MOST_TEXT_BYTES: Final = 16 << 20
 _MOST_DEPTH: Final = 4  # of arrays in arrays
 _MOST_DIMENSIONS: Final = 8
 # The values and bytes of a block, by ggml's numbers of its kinds of tensors.
-_BLOCKS: Final = {
+BLOCKS: Final = {
     **{0: (1, 4), 1: (1, 2), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)},
     **{2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36), 39: (32, 17)},
     **{10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292)},
+    **{
+        16: (256, 66),
+        17: (256, 74),
+        18: (256, 98),
+        19: (256, 50),
+        20: (32, 18),
+        21: (256, 110),
+        22: (256, 82),
+    },
+    **{23: (256, 136), 29: (256, 56), 34: (256, 54), 35: (256, 66), 40: (64, 36), 41: (128, 18)},
 }
 _FORMATS: Final = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 _TEXT, _ARRAY = 8, 9
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 _FETCH_AGAIN = "Fetch it again."
 
 _Value: TypeAlias = "int | float | bool | str | _Items"
@@ -84,11 +94,12 @@ def gguf_files(source: Path) -> tuple[Path, ...]:
         ShardMissing: a part is missing.
     """
     if source.is_file():
-        return _parts_of(source) if source.suffix == ".gguf" else ()
-    files = sorted(path for path in source.glob("*.gguf") if not path.name.startswith("mmproj"))
+        return parts_of(source) if source.suffix.lower() == ".gguf" else ()
+    found = source.glob("*.[gG][gG][uU][fF]")
+    files = sorted(path for path in found if path.is_file() and not path.name.startswith("mmproj"))
     if not files or any(source.glob("*.safetensors")):
         return ()
-    parts = _parts_of(files[0])
+    parts = parts_of(files[0])
     if others := [path.name for path in files if path not in parts]:
         raise ConfigError(
             f"{str(source)!r} has several GGUF models, {parts[0].name!r} and {others[0]!r} among them; give "
@@ -97,11 +108,16 @@ def gguf_files(source: Path) -> tuple[Path, ...]:
     return parts
 
 
-def _parts_of(path: Path) -> tuple[Path, ...]:
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return the files of the model that has this one, by their names: itself, if it is not cut in parts.
+
+    Raises:
+        ShardMissing: a part is missing.
+    """
     if (found := _PART.fullmatch(path.name)) is None:
         return (path,)
-    stem, count = found["stem"], found["count"]
-    names = [f"{stem}-{number:05d}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+    stem, count, suffix = found["stem"], found["count"], found["suffix"]
+    names = [f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(1, int(count) + 1)]
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise ShardMissing(
@@ -259,7 +275,7 @@ class _Reader:
                 raise _wrong(self.path, f"it has a tensor of {dimensions} dimensions")
             num_values = math.prod(int(self.number("<Q")) for _ in range(dimensions))
             kind, start = int(self.number("<I")), int(self.number("<Q"))
-            block, block_bytes = _BLOCKS.get(kind, (1, 0))  # of a kind that is not known, where it begins
+            block, block_bytes = BLOCKS.get(kind, (1, 0))  # of a kind that is not known, where it begins
             end = max(end, start + -(-num_values // block) * block_bytes)
         unit = _whole(values, "general.alignment") or 32
         if -(-self.file.tell() // unit) * unit + end > self.size_bytes:

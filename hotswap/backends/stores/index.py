@@ -27,7 +27,7 @@ from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from hotswap.backends.crc import crc32
 from hotswap.backends.fields import LARGEST, Fields, parse_object
-from hotswap.backends.stores.files import BlockFile, check_no_link, read_head, read_small
+from hotswap.backends.stores.files import BlockFile, check_no_link, map_read_errors, read_head, read_small
 from hotswap.backends.stores.layout import (
     INDEX_NAME,
     check_file_name,
@@ -323,10 +323,9 @@ def models_in(root: Path) -> dict[ModelId, int]:
 
 
 def _names(root: Path) -> list[str]:
-    try:
+    with map_read_errors(root), suppress(FileNotFoundError):
         return os.listdir(root)
-    except FileNotFoundError:
-        return []
+    return []
 
 
 def _glance(directory: Path) -> int | None:

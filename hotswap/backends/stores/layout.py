@@ -144,7 +144,9 @@ def model_name(model: ModelId, where: Path | str) -> str:
     try:
         return directory_name(model)
     except ValueError as exc:
-        raise UnsafeFile(f"A model in {str(where)!r} cannot be called {model[:200]!r}: that {exc}.") from None
+        raise UnsafeFile(
+            f"A model in {str(where)!r} cannot be called {str(model)[:200]!r}: that {exc}."
+        ) from None
 
 
 def model_directory(root: Path, model: ModelId) -> Path:

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Final
 
 from hotswap.backends.fields import Fields, parse_object
-from hotswap.backends.stores.files import sync_directory
-from hotswap.backends.stores.layout import Checksum, check_file_name, is_checksum
+from hotswap.backends.stores.files import check_no_link, sync_directory
+from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name, is_checksum
 from hotswap.backends.stores.locks import LockWait, holder_of, locked
-from hotswap.errors import ConfigError, StoreBusy, StoreError
+from hotswap.errors import ConfigError, StoreBusy, StoreError, UnsafeFile
 
 __all__ = [
     "JOURNAL_NAME",
@@ -52,6 +52,7 @@ JOURNAL_NAME: Final = "journal.jsonl"
 _VERSION: Final = 1
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES = 8 << 20
+_DATA_FILE: Final = re.compile(r"rank-\d+-of-\d+\.\d+\.bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +184,26 @@ class AlreadyThere(ConfigError):
 
 def check_name(final: Path, *, replace_existing: bool, wait: LockWait | None = None) -> None:
     """Raise unless a model may be published as `final` now; see `publish`."""
+    check_no_link(final)
     if not final.exists():
         return
+    if not _is_model(final):
+        raise UnsafeFile(
+            f"{str(final)!r} is there and is no model of a store, so it is not replaced. Choose another id, "
+            "or another directory for the store."
+        )
     if not replace_existing:
         raise AlreadyThere(f"{str(final)!r} is there already. Remove it first, or convert with `--replace`.")
     with suppress(FileNotFoundError), unused(final, wait):
         return
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a store made this directory: it has an index, or nothing but data files, or nothing."""
+    if not path.is_dir():
+        return False
+    names = os.listdir(path)
+    return INDEX_NAME in names or all(_DATA_FILE.fullmatch(name) for name in names)
 
 
 @contextmanager
@@ -293,6 +308,7 @@ def publish(directory: Path, final: Path, *, replace_existing: bool, wait: LockW
 
     Raises:
         AlreadyThere: there is a model of that name, which was not to be replaced.
+        UnsafeFile: something else has that name.
         StoreBusy: a process reads or pins it, until the end of `wait`.
     """
     sync_directory(directory)
@@ -309,7 +325,7 @@ def _renamed(directory: Path, final: Path) -> bool:
     try:
         directory.rename(final)
     except OSError as exc:
-        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         return False
     return True

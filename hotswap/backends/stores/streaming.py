@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -28,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hotswap.backends.quantized import check_left_over, check_plain_dtype
-from hotswap.backends.stores.checkpoint import read_tensors, weight_files
+from hotswap.backends.stores.checkpoint import read_header, weight_files
 from hotswap.backends.torch import weights
 from hotswap.errors import ConfigError, ShardCorrupt, UnsupportedModel
 
@@ -140,7 +141,7 @@ def _check_plain(directory: Path, made: Iterable[Recipe], entries: Mapping[str, 
 def _loaded(directory: Path, dtype: torch.dtype | None, memory_bytes: int, reason: Exception) -> Blueprint:
     what = f"The checkpoint in {str(directory)!r}, which must be loaded whole ({reason}),"
     _check_memory(what, sum(path.stat().st_size for path in directory.glob("*.safetensors")), memory_bytes)
-    for stored in read_tensors(weight_files(directory)):
+    for stored in chain.from_iterable(map(read_header, weight_files(directory))):
         if stored.dtype.startswith(("float8", "float6", "float4", "int8", "uint8")):
             check_plain_dtype(directory, stored.name, stored.dtype)
     module = weights.load_checkpoint(directory, dtype)

@@ -76,6 +76,8 @@ def write_model(
 
     Raises:
         AlreadyThere: the store has the model, and `replace_existing` is false.
+        UnsafeFile: the store has something else of that name.
+        ConfigError: `root` is a file.
         StoreBusy: the model that would be replaced is read or pinned, and still is after the wait for it.
         TierFull: the disk has no room; nothing of the model is left, and other models are untouched.
         StoreError: writing failed.
@@ -144,9 +146,9 @@ def writing(
     given, for the next writer with this key; any other error leaves nothing. Raises as `write_model` does.
     """
     final = model_directory(root, manifest.model)
-    check_name(final, replace_existing=options.replace_existing, wait=options.wait)
     needed = align(manifest.buffer_bytes, manifest.alignment_bytes) * manifest.world_size
     with map_write_errors(root, needed):
+        check_name(final, replace_existing=options.replace_existing, wait=options.wait)
         make_root(root)
         with partial_directory(root, final.name, options.key) as (directory, journal):
             done = sum(file.size_bytes for file in journal.finished) if journal else 0
