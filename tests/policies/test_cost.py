@@ -61,11 +61,23 @@ def test_a_model_with_other_replicas_loses_less() -> None:
     assert plan(of(two, models, [("b", 21.0)])) == [("e0", "b")]
 
 
-def test_an_eviction_costs_the_turns_of_others_that_wait() -> None:
-    """c would have its turn before a came back: 30 s more, and as much as b's lone request loses in 53 s."""
-    models = [model("a", 1), model("b", 1, waiting=1), model("c", 1, waiting=1)]
-    assert plan(of([serving("e0", "a", 1)], models, [("b", 52.0), ("c", 0.0)])) == []
-    assert plan(of([serving("e0", "a", 1)], models, [("b", 54.0), ("c", 0.0)])) == [("e0", "b")]
+@pytest.mark.parametrize(("num_others", "cost_s"), [(1, 80.0), (2, 90.0), (5, 120.0)])
+def test_an_eviction_costs_the_turns_of_others_that_wait_and_their_time(
+    num_others: int, cost_s: float
+) -> None:
+    """c would have its turn before a came back: 30 s more. Each of its requests waits for the swap back."""
+    models = [model("a", 1), model("b", 1, waiting=1), model("c", num_others, waiting=num_others)]
+    others = [("c", 0.0)] * num_others
+    wait_s = (cost_s * 4 * LOAD_S) ** 0.5  # one request loses by the square of its wait
+    assert plan(of([serving("e0", "a", 1)], models, [("b", wait_s - 0.1), *others])) == []
+    assert plan(of([serving("e0", "a", 1)], models, [("b", wait_s + 0.1), *others])) == [("e0", "b")]
+
+
+def test_one_that_has_waited_long_comes_before_more_that_have_not() -> None:
+    """60 s of three requests are lost as they are; one that has waited for 59 s has lost 87."""
+    models = [model("a"), model("b", 3, waiting=3), model("c", 1, waiting=1)]
+    assert plan(of([serving("e0", "a")], models, [("c", 59.0), *[("b", 20.0)] * 3])) == [("e0", "c")]
+    assert plan(of([serving("e0", "a")], models, [("c", 29.0), *[("b", 20.0)] * 3])) == [("e0", "b")]
 
 
 def beside(wait_s: float, *, num_remaining: int = 10_000, here_s: float = 0.0) -> list[Swap]:

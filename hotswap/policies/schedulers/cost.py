@@ -22,6 +22,8 @@ __all__ = ["CostSwap"]
 _TURN = 2.0
 # A wait counts more than once from so many swap times on.
 _PATIENCE = 4.0
+# By so much a sum must be over a limit to be so however it is rounded.
+_CERTAIN = 1.000_001
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,15 @@ class CostSwap(Scheduler):
 
         lost(m, i)  = w(m) x sum over the requests that wait for m of  t max(1, t / (4 S))
         stop(m, i)  = S + 2 S + q 3 S / E + swap_s(v, i) + prefill_s(tokens)
-        evict(m, i) = w(v) x sum over the requests on i of  stop min(1, stop / whole) / r(v)
-        drain(m, i) = lost(m, i) at the end of the requests on i, less lost(m, i) now
+        evict(m, i) = (w(v) x sum over the requests on i of  stop min(1, stop / whole)
+                       + o (swap_s(v, i) + prefill_s(tokens))) / r(v)
+        drain(m, i) = lost(m, i) at the end of the requests on i, less lost(m, i) now, + o swap_s(v, i) / r(v)
         swap i to m   for the i of the least cost(m, i) = min(evict, drain), if lost(m, i) >= cost(m, i)
 
     with *t* the seconds that a request has waited and *S* = `swap_s(m, i)`; *v* the model that *i* has, *r*
     its replicas; *whole* the seconds for which a request is on *i* in all; *w* the `weight`; *q* the other
-    models that wait without a replica, *E* the instances. An instance without a request costs nothing.
+    models that wait without a replica, *E* the instances, *o* the requests that wait for other models, by
+    weight, over *E*. An instance without a request costs nothing.
 
     **Evicted requests** stop until *i* has come to *m*, *m* has had a turn of 2 *S*, the *q* others, on *E*
     instances, have had theirs, and *i* has come back; then their tokens are computed again. With other
@@ -56,8 +60,11 @@ class CostSwap(Scheduler):
     tokens of `FleetView.times.token_s` away at most, so the rule does something only where requests bound
     their answers (`Sampling.max_tokens`) by little more than they have.
 
+    **A swap back and tokens that are computed again** take time of an instance, which all that wait for other
+    models wait for, an *E*-th each. So where many wait, fewer are evicted.
+
     Waits grow by themselves, the long ones with their square, so every waiting model has its turn. The model
-    whose requests have waited most goes first, halved for each failed load.
+    whose requests have lost most goes first, by the shortest of its swaps, halved for each failed load.
 
     Source: the rule of ski rental (Karlin, Manasse, Rudolph, Sleator, "Competitive snoopy caching", 1988):
     who pays as long as the alternative costs, and then changes, pays at most twice what foresight would have.
@@ -90,48 +97,63 @@ class CostSwap(Scheduler):
         waits = _waits(fleet, allocation)
         if not waits:
             return
-        costs = _Costs(fleet, allocation, [wait.model for wait in waits])
-        for wait in sorted(waits, key=lambda wait: (-wait.lost_s(inf), wait.model.id)):
-            model = wait.model
-            prices = (costs.of(wait, instance) for instance in allocation.swappable(model))
-            best = min((price for price in prices if price is not None), default=None)
+        costs = _Costs(fleet, allocation, waits)
+        for wait in sorted(waits, key=costs.rank):
+            model, best = wait.model, costs.best(wait)
             if best is None:
                 continue
-            lost_s = wait.lost_s(costs.swap_s(model.id, fleet.instance(best.id)))
+            lost_s = wait.lost_s(best.swap_s)
             if lost_s >= best.cost_s:
                 lost = f"requests for {model.id} have lost {lost_s:.3g} s by waiting"
                 more = "by waiting for others to end" if best.deadline_s else "if others were evicted"
                 reason = f"{lost}; {more} on {best.id} {best.cost_s:.3g} s would be lost"
                 swap = Swap(instance=best.id, model=model.id, deadline_s=best.deadline_s, reason=reason)
                 allocation.swap(swap)
-                costs.count_queued()
+                costs.planned(wait)
                 yield swap
 
 
-@dataclass(frozen=True, slots=True)
 class _Wait:
-    """The seconds for which requests have waited for a model that should have an instance more."""
+    """The seconds for which requests have waited for a model that should have an instance more.
 
-    model: ModelView
-    seconds: Sequence[float]
+    Attributes:
+        model: The model.
+        num_weighted: The number of the requests, by the model's weight.
+    """
+
+    def __init__(self, model: ModelView, seconds: Sequence[float]) -> None:
+        self.model, self._seconds = model, seconds
+        self.num_weighted = len(seconds) * model.weight
+        self._until_now_s: dict[float, float] = {}
 
     def more_s(self, swap_s: float, after_s: float) -> float:
         """Return what they lose by `after_s` more of waiting."""
-        return self.lost_s(swap_s, after_s=after_s) - self.lost_s(swap_s)
+        return self._lost_s(swap_s, after_s) - self.lost_s(swap_s)
 
-    def lost_s(self, swap_s: float, *, after_s: float = 0.0) -> float:
-        """Return what they have lost, where a swap takes so long; less if the model failed to load.
+    def lost_s(self, swap_s: float) -> float:
+        """Return what they have lost, where a swap takes so long; less if the model failed to load."""
+        lost_s = self._until_now_s.get(swap_s)
+        if lost_s is None:
+            lost_s = self._until_now_s[swap_s] = self._lost_s(swap_s, 0.0)
+        return lost_s
 
-        Or what they will have lost `after_s` more of waiting.
-        """
-        patience_s = _PATIENCE * max(swap_s, 1e-6)
-        waits_s = (wait_s + after_s for wait_s in self.seconds)
-        lost_s = sum(wait_s * max(1.0, wait_s / patience_s) for wait_s in waits_s)
+    def loses_more_than(self, most_s: float, after_s: float) -> bool:
+        """Whether `more_s` is more for certain: it is at least `after_s` for each of them."""
+        return ldexp(self.num_weighted * after_s, -self.model.num_failed_loads) > most_s * _CERTAIN
+
+    def _lost_s(self, swap_s: float, after_s: float) -> float:
+        patience_s, lost_s = _PATIENCE * max(swap_s, 1e-6), 0.0
+        for waited_s in self._seconds:
+            wait_s = waited_s + after_s
+            lost_s += wait_s if wait_s <= patience_s else wait_s * (wait_s / patience_s)
         return ldexp(lost_s * self.model.weight, -self.model.num_failed_loads)
 
 
 class _Price(NamedTuple):
-    """What an instance costs; a smaller one is better. Its requests get `deadline_s` to finish."""
+    """What an instance costs; a smaller one is better. Its requests get `deadline_s` to finish.
+
+    `swap_s` is what its swap takes.
+    """
 
     cost_s: float
     taken: bool
@@ -139,6 +161,7 @@ class _Price(NamedTuple):
     used_s: float
     id: InstanceId
     deadline_s: float
+    swap_s: float
 
 
 class _Busy:
@@ -174,25 +197,48 @@ class _Busy:
 class _Costs:
     """The costs of instances while one plan adds its swaps."""
 
-    def __init__(self, fleet: FleetView, allocation: Allocation, waiting: Sequence[ModelView]) -> None:
-        self._fleet, self._allocation, self._waiting = fleet, allocation, waiting
+    def __init__(self, fleet: FleetView, allocation: Allocation, waits: Sequence[_Wait]) -> None:
+        self._fleet, self._allocation = fleet, allocation
+        self._waiting = {wait.model.id: wait for wait in waits}
         self._known_s: dict[tuple[ModelId, str, bool, bool], float] = {}
-        self._queued: set[ModelId] = set()
         self._busy: dict[InstanceId, _Busy | None] = {}
-        self.count_queued()
+        self._kinds = {(i.node, i.state is InstanceState.EMPTY, i.preloaded): i for i in fleet.instances}
+        self._count()
 
-    def count_queued(self) -> None:
-        """Count anew which models wait for an instance and have none, after a swap was added."""
-        self._queued = {model.id for model in self._waiting if not self._allocation.num_replicas(model)}
+    def _count(self) -> None:
+        """Count anew which models wait for an instance and have none, and the requests that wait."""
+        waits = self._waiting.values()
+        self._queued = {w.model.id for w in waits if not self._allocation.num_replicas(w.model)}
+        self._num_weighted = sum(wait.num_weighted for wait in waits)
 
-    def of(self, wait: _Wait, instance: InstanceView) -> _Price | None:
-        """Return what others lose if an instance goes to a model; `None` where a turn has just begun."""
-        cost = self._cost_s(wait, instance)
-        if cost is None:
-            return None
-        taken = instance.state is not InstanceState.EMPTY
-        unprepared = instance.preloaded != wait.model.id
-        return _Price(cost[0], taken, unprepared, used_s(instance), instance.id, cost[1])
+    def planned(self, wait: _Wait) -> None:
+        """Take note of a swap to a model: its requests no longer wait for one."""
+        del self._waiting[wait.model.id]
+        self._count()
+
+    def rank(self, wait: _Wait) -> tuple[float, ModelId]:
+        """Return the key by which models get instances: the one that has lost most comes first."""
+        swaps_s = (self.swap_s(wait.model.id, instance) for instance in self._kinds.values())
+        return -wait.lost_s(min(swaps_s, default=inf)), wait.model.id
+
+    def best(self, wait: _Wait) -> _Price | None:
+        """Return the price of the instance that costs least; `None` where none may be taken."""
+        best: _Price | None = None
+        for instance in self._allocation.swappable(wait.model):
+            cost = self._cost_s(wait, instance)
+            if cost is None or (best is not None and cost[0] > best.cost_s):
+                continue
+            price = _Price(
+                cost_s=cost[0],
+                taken=instance.state is not InstanceState.EMPTY,
+                unprepared=instance.preloaded != wait.model.id,
+                used_s=used_s(instance),
+                id=instance.id,
+                deadline_s=cost[1],
+                swap_s=self.swap_s(wait.model.id, instance),
+            )
+            best = price if best is None else min(best, price)
+        return best
 
     def swap_s(self, model: ModelId, instance: InstanceView) -> float:
         """Return `FleetView.swap_s`, worked out once for instances that are alike."""
@@ -204,22 +250,30 @@ class _Costs:
         return seconds
 
     def _cost_s(self, wait: _Wait, instance: InstanceView) -> tuple[float, float] | None:
-        """Return the cost, and the seconds that requests on the instance get to finish."""
+        """Return what others lose if an instance goes to a model, and the seconds its requests get to finish.
+
+        `None` where its turn has just begun.
+        """
         busy = self._busy_on(instance)
         if busy is None:
             return 0.0, 0.0
         there_s = self.swap_s(wait.model.id, instance)
         if self._fleet.now_s - busy.since_s < _TURN * (there_s + busy.prefill_s):
             return None
+        num_engines, num_replicas = len(self._fleet.instances), self._allocation.num_replicas(busy.donor)
         num_queued = len(self._queued) - (wait.model.id in self._queued)
-        stop_s = (there_s + _TURN * there_s) * (1 + num_queued / len(self._fleet.instances))
+        stop_s = (there_s + _TURN * there_s) * (1 + num_queued / num_engines)
         stop_s += busy.back_s + busy.prefill_s
-        evict_s = busy.lost_s(stop_s) / self._allocation.num_replicas(busy.donor)
-        drain_s = wait.more_s(there_s, busy.end_s)
-        if not 0 < drain_s < evict_s:
+        others = (self._num_weighted - wait.num_weighted) / num_engines
+        back_s = others * busy.back_s / num_replicas
+        evict_s = (busy.lost_s(stop_s) + others * busy.prefill_s) / num_replicas + back_s
+        if wait.loses_more_than(evict_s, busy.end_s):
+            return evict_s, 0.0
+        drain_s = wait.more_s(there_s, busy.end_s) + back_s
+        if not back_s < drain_s < evict_s:
             return evict_s, 0.0
         deadline_s = busy.end_s  # which is an estimate: longer, while that costs no more than to evict
-        while wait.more_s(there_s, 2 * deadline_s) <= evict_s:
+        while wait.more_s(there_s, 2 * deadline_s) + back_s <= evict_s:
             deadline_s *= 2
         return drain_s, deadline_s
 
