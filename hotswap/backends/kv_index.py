@@ -226,6 +226,13 @@ class KVIndex(Generic[PlaceT]):
         self._num_bytes[block.model] -= block.size_bytes
         self.used_bytes -= block.size_bytes
 
+    def pop(self) -> StoredBlock[PlaceT] | None:
+        """Remove and return the block that goes first; `None` once all that are left are leased."""
+        block = self._first_to_go()
+        if block is not None:
+            self.remove(block)
+        return block
+
     def _offer(self, block: StoredBlock[PlaceT]) -> None:
         """Have a block be evicted in its turn, if it may be."""
         if self._may_go(block):

@@ -68,6 +68,11 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
             models=self._index.models(),
         )
 
+    def clear(self) -> None:
+        """Forget everything but blocks that are being saved or restored, and those before them."""
+        while (block := self._index.pop()) is not None:
+            self.free(block.place)
+
     # ------------------------------------------------------------------ where the content is
 
     @abstractmethod

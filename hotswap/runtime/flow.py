@@ -393,10 +393,13 @@ class Flow:
                 instance.engine.stream(request.remaining) as tokens,
             ):
                 async for token in tokens:
-                    if token.index == request.hops[-1].first_index and tokens.num_reused_tokens:
-                        span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
+                    if token.index == request.hops[-1].first_index:
+                        if tokens.num_reused_tokens:
+                            span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
+                        if self.offload is not None:
+                            self.offload.learn_first(request, tokens.num_reused_tokens)
+                        restored.leave()
                     instance.end_first_token(self.telemetry)
-                    restored.leave()
                     if token.index == 0:
                         await request.note_first_token(tokens)
                     request.deliver(token)

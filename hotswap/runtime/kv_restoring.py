@@ -104,6 +104,7 @@ class Restore:
                 await self._left.wait()
         if limit.cancelled_caught:
             log.info("Request %r is computed: restoring took over %g s.", request.id, RESTORE_S)
+            self._context.state.times.learn_restore(CHUNK_BYTES, RESTORE_S)
 
     async def _fill(self, sink: KVSink, tokens: Sequence[int]) -> None:
         """Copy what is stored and missing to the instance."""
@@ -129,6 +130,7 @@ class Restore:
         tier, telemetry = self._context.tier, self._context.telemetry
         self._context.state.times.learn_restore(num_bytes, seconds)
         self._active.note_restored(num_tokens)
+        self._instance.turn.restored(self._active.request.id, num_tokens)
         self._span.set_attributes(
             {tm.KV_RESTORED_TOKENS: num_tokens, tm.KV_RESTORED_BYTES: num_bytes, tm.KV_TIER: tier}
         )

@@ -151,11 +151,16 @@ class Offload:
             lane = self._lanes[instance] = Lane()
         return Restore(self._context, active, instance, span, lane, self._lifetime)
 
+    def learn_first(self, active: ActiveRequest, num_reused: int) -> None:
+        """Learn how long computing takes from the first token of a stay that has just come."""
+        _, seconds = active.stay()
+        self._context.state.times.learn_first(active.remaining.num_tokens - num_reused, seconds)
+
     def _is_sooner_copied(self, num_tokens: int, layout: KVLayout) -> bool:
         """Whether restoring is expected to take less time than computing; a few are tried in any case."""
         times = self._context.state.times
         size_bytes = num_tokens * layout.block_bytes // layout.block_tokens
-        if times.restore_s(size_bytes) < times.view().prefill_s(num_tokens):
+        if times.restore_s(size_bytes) < times.compute_s(num_tokens):
             return True
         self._num_not_copied += 1
         return self._num_not_copied % ONE_IN == 0

@@ -14,6 +14,7 @@ _MEMORY = 0.8
 # How much is held against a constant part of prefills, in turns, and for the usual rate, in squared tokens.
 _NO_START, _USUAL_RATE = 0.01, 100.0**2
 _LEAST_COPY_BYTES = 1 << 20
+_LEAST_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class MeasuredTimes:
     def __init__(self) -> None:
         self._unload, self._prefills = _Rate(), _Prefills()
         self._loads: dict[str, _Rate] = {}
-        self._save, self._restore = _Rate(), _Rate()
+        self._save, self._restore, self._compute = _Rate(), _Rate(), _Rate()
         self._stay_s, self._stay_tokens = 0.0, 0
         self._view: TimesView | None = TimesView()
 
@@ -98,6 +99,16 @@ class MeasuredTimes:
         if num_tokens > 0 and seconds > 0:
             self._stay_s, self._stay_tokens = self._stay_s + seconds, self._stay_tokens + num_tokens
             self._view = None
+
+    def learn_first(self, num_tokens: int, seconds: float) -> None:
+        """Learn from the first token of a stay, for which so many tokens were computed; with its waits."""
+        if num_tokens >= _LEAST_TOKENS and seconds > 0:
+            self._compute.add(seconds, num_tokens)
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Return how long a request waits until so many tokens are computed; before the first as prefills."""
+        rate = self._compute.value
+        return self.view().prefill_s(num_tokens) if rate is None else rate * num_tokens
 
     def learn_save(self, num_bytes: int, seconds: float) -> None:
         """Learn how long KV blocks took to be copied to a store; short copies tell of waits alone."""

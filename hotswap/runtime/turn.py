@@ -39,6 +39,11 @@ class Turn:
         self.num_tokens = 0 if last else tokens
         return tokens if last else 0
 
+    def restored(self, request: RequestId, num_tokens: int) -> None:
+        """Leave tokens of a request out that need not be computed, so that they teach nothing of prefills."""
+        if request in self.opening:
+            self.num_tokens = max(0, self.num_tokens - num_tokens)
+
     def leave(self, request: RequestId) -> None:
         """Let a request go that leaves, if it is among them."""
         if request in self.opening:

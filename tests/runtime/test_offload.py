@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from hotswap import Fleet, FleetStream, InstanceState, Request, RequestId, Sampling, SwapLimits
+from hotswap import Fleet, FleetStream, InstanceState, Request, RequestId, Sampling, SwapLimits, TimesView
 from hotswap.abc import Engine, KVLease, KVPrefix, KVPut, KVSink, KVSource, KVStore
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore, sim_manifest
 from hotswap.errors import SwapFailed
@@ -228,6 +228,33 @@ async def test_a_store_of_little_more_than_one_request_keeps_one_whole() -> None
         restored = sorted(client.restored[-1] for client in clients)
         assert restored[-1] >= 160
         assert restored[:-2] == [0, 0]
+
+
+@virtual_time
+async def test_what_was_restored_teaches_nothing_of_prefills() -> None:
+    """Else prefills would seem to take no time, and nothing would be worth being saved."""
+    async with make_fleet(SimKVStore("1 GiB")) as fleet, running(fleet):
+        for _ in range(3):
+            await away_and_back(fleet)
+            await anyio.sleep(0.5)
+            assert fleet.swaps[-2].num_saved == 4
+        times = fleet.view().times
+        assert times.prefill_token_s == pytest.approx(TimesView().prefill_token_s, rel=0.5)
+
+
+@virtual_time
+async def test_blocks_that_are_sooner_computed_than_copied_are_hardly_copied() -> None:
+    """On a slow link; a few are, to learn whether it still is slow."""
+    slow = SimKVStore("1 GiB", bytes_per_s=5e5)
+    prompts = [tuple(range(2000 * number, 2000 * number + 1200)) for number in range(2)]
+    async with make_fleet(slow, [make_engine(kv_blocks=1024)]) as fleet, running(fleet, prompts) as clients:
+        for _ in range(6):
+            await away_and_back(fleet)
+            for client in clients:
+                await client.has(len(client.tokens) + 3)
+        restored = [bool(tokens) for client in clients for tokens in client.restored[1:]]
+        assert any(restored[:2]) or any(restored[6:8])
+        assert sum(restored) <= 4
 
 
 # ---------------------------------------------------------------------- faults

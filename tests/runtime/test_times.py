@@ -95,3 +95,22 @@ def test_no_prefill_is_expected_to_take_less_than_nothing(measured: list[tuple[i
     assert times.prefill_start_s >= 0
     assert times.prefill_token_s >= 0
     assert times.prefill_s(1000) <= 1.01 * 1000 * max(seconds for _, seconds in measured) + 1
+
+
+def test_what_is_computed_is_learned_from_first_tokens_and_before_them_from_turns() -> None:
+    times = MeasuredTimes()
+    assert times.compute_s(1000) == times.view().prefill_s(1000)
+    times.learn_first(10, 5.0)  # tells of waits alone
+    assert times.compute_s(1000) == times.view().prefill_s(1000)
+    times.learn_first(500, 1.0)
+    assert times.compute_s(1000) == pytest.approx(2.0)
+
+
+def test_copies_are_learned_from_long_ones() -> None:
+    times = MeasuredTimes()
+    times.learn_save(1000, 5.0)
+    times.learn_restore(1000, 5.0)
+    assert times.save_s(1 << 20) == times.restore_s(1 << 20) == 0
+    times.learn_save(1 << 20, 1.0)
+    times.learn_restore(1 << 20, 2.0)
+    assert (times.save_s(1 << 21), times.restore_s(1 << 21)) == pytest.approx((2.0, 4.0))

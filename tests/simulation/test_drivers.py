@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
@@ -27,8 +28,8 @@ from hotswap import (
     RequestId,
     Sampling,
 )
-from hotswap.abc import Action, Router, Scheduler, Swap
-from hotswap.backends.sim import DeviceProfile, SimStore
+from hotswap.abc import Action, KVStore, Router, Scheduler, Swap
+from hotswap.backends.sim import DeviceProfile, SimKVStore, SimStore
 from hotswap.backends.sim.batcher import Batcher, Batching
 from hotswap.backends.sim.load import Reporting
 from hotswap.backends.sim.sequence import Sequence as SimSequence
@@ -72,6 +73,7 @@ def decisions(outcome: Outcome) -> Iterator[tuple[list[object], list[float]]]:
     for s in sorted(outcome.swaps, key=lambda s: s.instance if s.outcome == "cancelled" else ""):
         phases = [phase.name for phase in s.phases]
         facts = [s.instance, s.model_before, s.model, s.outcome, s.reason, s.num_evicted, s.tier, phases]
+        facts += [s.num_saved, s.saved_bytes]
         yield facts, [s.started_s, s.seconds, s.downtime_s]
     for m in outcome.migrations:
         facts = [
@@ -95,6 +97,7 @@ def assert_same(
     router: Callable[[], Router] | Router,
     scheduler: Scheduler,
     mover: Callable[[], MoveCosts] | None = None,
+    kv_store: Callable[[], KVStore] | None = None,
 ) -> Outcome:
     one, other = (
         simulate(
@@ -103,6 +106,7 @@ def assert_same(
             router=router if isinstance(router, Router) else router(),
             scheduler=scheduler,
             mover=None if mover is None else mover(),
+            kv_store=None if kv_store is None else kv_store(),
             driver=driver,
         )
         for driver in ("clients", "events")
@@ -154,6 +158,24 @@ LLUMNIX = Chain(RestoreMinReplicas(), VirtualUsageRescheduler())
 def test_swaps_and_evictions(router: Router) -> None:
     outcome = assert_same(mixed(1), Cluster(num_engines=2), router=router, scheduler=SWAP)
     assert sum(swap.num_evicted for swap in outcome.swaps)
+
+
+@pytest.mark.parametrize("adapters", [0, 3])
+def test_kv_blocks_that_survive_swaps(adapters: int) -> None:
+    """Every copy takes its time in both, and a request that comes back has its blocks."""
+    trace, cluster = mixed(1, adapters=adapters), Cluster(num_engines=2)
+    kept = assert_same(
+        trace, cluster, router=AffinityRouter(), scheduler=SWAP, kv_store=partial(SimKVStore, "64 GiB")
+    )
+    lost = assert_same(trace, cluster, router=AffinityRouter(), scheduler=SWAP)
+    assert sum(swap.num_saved for swap in kept.swaps) > 0
+    assert sum(swap.saved_bytes for swap in lost.swaps) == 0
+    assert all(request.output_tokens for request in kept.requests)
+
+
+def test_a_little_store_of_kv_blocks_that_is_always_full() -> None:
+    store = partial(SimKVStore, "1 GiB")
+    assert_same(mixed(4), Cluster(num_engines=2), router=LeastLoadedRouter(), scheduler=SWAP, kv_store=store)
 
 
 def test_lost_engines() -> None:

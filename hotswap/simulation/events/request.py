@@ -105,7 +105,9 @@ class SimulatedRequest(ActiveRequest):
     def got_first_token(self) -> None:
         """Note the first token of a stay."""
         self._core.state.note_token(self)
-        self._restored.leave()
+        if self._core.offload is not None:
+            self._core.offload.learn_first(self, self.hops[-1].restored_tokens)
+            self._restored.leave()
         if self.first_s is None:
             self.first_s = asyncio.get_running_loop().time()
 

@@ -110,6 +110,19 @@ async def test_a_store_that_was_left_is_empty_and_can_be_entered_again() -> None
     assert store.view().used_bytes == 0
 
 
+async def test_a_store_that_is_cleared_keeps_what_is_leased() -> None:
+    kept, gone = KVPrefix(layout(PAGE_BYTES), range(8)), KVPrefix(layout(PAGE_BYTES), range(100, 116))
+    async with HostKVStore("1 MiB") as store:
+        await save(store, kept)
+        await save(store, gone)
+        with store.lease(kept) as lease:
+            store.clear()
+            assert (store.lookup(kept), store.lookup(gone)) == (8, 0)
+            assert bytes((await lease.read(0, 8)).data) == bytes(pages(0, 2, PAGE_BYTES).data)
+        store.clear()
+        assert store.view().used_bytes == 0
+
+
 def test_a_capacity_that_is_no_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="capacity"):
         HostKVStore("much")
