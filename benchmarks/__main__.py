@@ -22,6 +22,7 @@ BENCHMARKS = {
     "fuzz": "the readers of a store, given indexes and files mutated at random: 100,000 cases",
     "grammar": "a step of requests with JSON schemas beside one without, and answers to random schemas",
     "kernels": "a linear layer with FP8 weights beside the same with bfloat16 weights, on a CPU",
+    "kv": "a swap with KV blocks kept in host memory beside computing them again, by context",
     "linear": "linear layers on a CPU by our kernel, beside oneDNN",
     "killed": "a process of an engine killed under 100 streams: how long their clients wait",
     "lengths": "steps of decodes of different lengths, and with one replaced in each step, beside equal ones",
