@@ -195,7 +195,7 @@ def _add(report: dict[str, Any], context: str, found: dict[str, Any]) -> None:
 
 def _ratios(report: dict[str, Any]) -> dict[str, float]:
     def median(figure: str, context: str) -> float:
-        return statistics.median(report[figure][context])
+        return float(statistics.median(report[figure][context]))
 
     contexts = list(report["restore_cpu_s"])
     ratios: dict[str, float] = {}

@@ -32,6 +32,7 @@ from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
 from benchmarks.table import show
 from hotswap import Fleet, MigrationLimits, Model, ModelId, Request, RequestId, Sampling
 from hotswap.abc import ModelCard
+from hotswap.backends.kv_stores import HostKVStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
@@ -67,6 +68,7 @@ class Settings:
         engines: Number of engines.
         distinct_requests: Number of different requests, each of which is sent many times.
         seed: Of everything that is random.
+        kv_store: Size of a store that keeps KV blocks across swaps; `None` for none.
         sample_s: Seconds between two samples of memory, descriptors and threads.
     """
 
@@ -78,6 +80,7 @@ class Settings:
     engines: int = 4
     distinct_requests: int = 90
     seed: int = 1
+    kv_store: str | None = None
     sample_s: float = 1.0
 
 
@@ -96,7 +99,8 @@ def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
 async def _soak(root: Path, settings: Settings) -> dict[str, Any]:
     random = Random(settings.seed)
     requests = await _make_requests(root, random, settings.distinct_requests)
-    setup = _make_setup(root, random, settings.engines, requests)
+    kv_store = None if settings.kv_store is None else HostKVStore(settings.kv_store)
+    setup = _make_setup(root, random, settings.engines, requests, kv_store)
     async with sampling_usage(settings.sample_s) as samples:
         report = await soak(setup, settings.scenario, settings.seed)
     resources = {name: describe(samples[name], allowance) for name, allowance in ALLOWED.items()}
@@ -179,7 +183,13 @@ def _make_engine(name: str, skeletons: SkeletonCache) -> TorchEngine:
     )
 
 
-def _make_setup(root: Path, random: Random, num_engines: int, requests: Sequence[CheckedRequest]) -> Setup:
+def _make_setup(
+    root: Path,
+    random: Random,
+    num_engines: int,
+    requests: Sequence[CheckedRequest],
+    kv_store: HostKVStore | None,
+) -> Setup:
     """A fleet whose host tier has room for two of the three models; one of them keeps two replicas."""
     numbers, skeletons = itertools.count(), SkeletonCache()
 
@@ -200,6 +210,7 @@ def _make_setup(root: Path, random: Random, num_engines: int, requests: Sequence
         interval_s=0.1,
         max_load_attempts=1_000_000,  # no client shall receive an error because of the store's faults
         migration_limits=MigrationLimits(per_instance=2),
+        kv_store=kv_store,
     )
     return Setup(
         fleet=fleet, engines=engines, store=store, requests=requests, num_lent=lambda: tiers.num_lent
@@ -213,13 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="with faults; 1 by default, 5 with --full")
     parser.add_argument("--clients", type=int, default=default.scenario.clients.size, help="at once")
     parser.add_argument("--seed", type=int, default=default.seed, help="of everything that is random")
+    parser.add_argument("--kv-store", metavar="SIZE", help="keep KV blocks across swaps, in so much memory")
     options = parser.parse_args(arguments)
     # oneDNN keeps what it compiled for the last 1,024 shapes, hundreds of megabytes: no warm-up fills that.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     minutes = options.minutes or (5.0 if options.full else 1.0)
     clients = replace(default.scenario.clients, size=options.clients)
     scenario = replace(default.scenario, clients=clients, seconds=60 * minutes)
-    report = measure(replace(default, scenario=scenario, seed=options.seed))
+    report = measure(replace(default, scenario=scenario, seed=options.seed, kv_store=options.kv_store))
     _print(report)
     save(report, options.json)
     flat = all(figure["flat"] for figure in report["resources"].values())

@@ -133,6 +133,8 @@ async def _settled(fleet: Fleet) -> list[str]:
 
 def _left_over(fleet: Fleet) -> Iterator[str]:
     view = fleet.view()
+    if view.kv_store is not None and view.kv_store.num_leases:
+        yield f"KV blocks are leased: {view.kv_store}"
     yield from (f"a request waits: {request}" for request in view.waiting)
     yield from (f"a request runs: {request}" for request in view.running)
     yield from (f"a model has requests: {model}" for model in view.models if model.num_requests)

@@ -15,7 +15,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from hotswap import Fleet, FleetStream, InstanceState, Request, RequestId, Sampling, SwapLimits, TimesView
-from hotswap.abc import Engine, KVLease, KVPrefix, KVPut, KVSink, KVSource, KVStore
+from hotswap.abc import Engine, KVLease, KVPages, KVPrefix, KVPut, KVSink, KVSource, KVStore
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore, sim_manifest
 from hotswap.errors import SwapFailed
 from hotswap.offline.virtual_time import virtual_time
@@ -34,6 +34,7 @@ PROFILE = DeviceProfile(
     kv_bytes_per_s=10e6,
 )
 LONG = Sampling(max_tokens=400, ignore_eos=True)
+SHORT = Sampling(max_tokens=100, ignore_eos=True)
 PROMPTS = [tuple(range(100 * number, 100 * number + 150)) for number in range(4)]
 
 
@@ -83,10 +84,12 @@ class Client:
 
 
 @asynccontextmanager
-async def running(fleet: Fleet, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> AsyncGenerator[list[Client]]:
+async def running(
+    fleet: Fleet, prompts: Sequence[tuple[int, ...]] = PROMPTS, sampling: Sampling = LONG
+) -> AsyncGenerator[list[Client]]:
     """Clients that read to their ends, on a fleet that is idle again afterwards."""
     await fleet.swap("e0", to="a")
-    clients = [Client(fleet, prompt) for prompt in prompts]
+    clients = [Client(fleet, prompt, sampling) for prompt in prompts]
     async with anyio.create_task_group() as tasks:
         for client in clients:
             tasks.start_soon(client.run)
@@ -128,6 +131,55 @@ async def test_five_turns_copy_at_most_two_blocks_each_of_a_request_that_did_not
                 await client.has(11 + 2 * turn)
             if turn:
                 assert fleet.swaps[-2].saved_bytes <= 2 * len(clients) * 16 * KV_BYTES
+
+
+@virtual_time
+async def test_blocks_stay_stored_when_the_next_swap_comes_before_the_request_runs() -> None:
+    async with make_fleet(SimKVStore("1 GiB")) as fleet, running(fleet) as clients:
+        num_tokens = [client.num_tokens for client in clients]
+        for _ in range(3):
+            await away_and_back(fleet)
+        await clients[0].has(len(clients[0].tokens) + 2)
+        for client, before in zip(clients, num_tokens, strict=True):
+            assert client.restored[-1] >= before - 1
+
+
+@virtual_time
+async def test_restoring_takes_the_time_of_its_copies_one_request_at_a_time() -> None:
+    store = SimKVStore("1 GiB", bytes_per_s=1e6)
+    async with make_fleet(store) as fleet, running(fleet) as clients:
+        await away_and_back(fleet)
+        began_s, seen = anyio.current_time(), [len(client.tokens) for client in clients]
+        sizes = [-(-(client.num_tokens - 1) // 16) * 16 * KV_BYTES for client in clients]
+        for client, count in zip(clients, seen, strict=True):
+            await client.has(count + 1)
+        assert anyio.current_time() - began_s >= sum(sizes) / 1e6
+
+
+@virtual_time
+async def test_blocks_are_written_in_pieces_that_need_not_wait_between_steps() -> None:
+    """An engine takes 4 MiB, or four blocks, beside a step; more would have 4 % of the time."""
+    written: list[int] = []
+
+    class Noting(SimEngine):
+        @asynccontextmanager
+        async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
+            async with super().import_kv(request) as sink:
+                write = sink.write
+
+                async def noted(pages: KVPages) -> None:
+                    written.append(-(-pages.num_tokens // 16) * 16 * KV_BYTES)
+                    await write(pages)
+
+                sink.write = noted  # type: ignore[method-assign]
+                yield sink
+
+    prompts = [tuple(range(5000, 5000 + 3900))]
+    engines = [make_engine(kind=Noting)]
+    async with make_fleet(SimKVStore("1 GiB"), engines) as fleet, running(fleet, prompts, SHORT):
+        await away_and_back(fleet)
+    assert sum(written) >= 3900 * KV_BYTES
+    assert max(written) <= 4 << 20
 
 
 @virtual_time

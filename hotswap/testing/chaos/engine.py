@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.engine import Engine, StatusListener, SupportsAdapters, SupportsPreload, WrapperEngine
 from hotswap.errors import InstanceLost, MigrationAborted, OutOfMemory
-from hotswap.migration import KVSink, KVSource, SupportsMigration
+from hotswap.migration import CachedKV, KVSink, KVSource, SupportsKVListing, SupportsMigration
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, Request, RequestId, Token
 from hotswap.store import WeightStore
@@ -52,6 +52,8 @@ def chaotic_engine(engine: Engine, random: Random, faults: EngineFaults | None =
         bases.append(_Adapting)
     if isinstance(engine, SupportsMigration):
         bases.append(_Migrating)
+    if isinstance(engine, SupportsKVListing):
+        bases.append(_Listing)
     made = cast("type[ChaosEngine]", type("ChaosEngine", (*bases, ChaosEngine), {}))
     return made(engine, random, faults)
 
@@ -283,3 +285,14 @@ class _Migrating(ChaosEngine):
             raise MigrationAborted(f"Engine {self.id!r} has too few KV blocks, by chance.", stage=stage)
         self.abort_move(stage)
         return await self.unless_lost(work)
+
+
+class _Listing(ChaosEngine):
+    """Lists what the wrapped engine keeps of ended requests, unless that is given up by chance."""
+
+    async def cached_kv(self) -> Sequence[CachedKV]:
+        """See `SupportsKVListing`."""
+        assert isinstance(self.wrapped, SupportsKVListing)
+        await self.late()
+        self.abort_move("export")
+        return await self.unless_lost(self.wrapped.cached_kv)

@@ -13,6 +13,7 @@ import pytest
 from hotswap import Fleet, MigrationRecord, Model, Request, RequestId, Sampling
 from hotswap import telemetry as tm
 from hotswap.abc import Channel, Engine
+from hotswap.backends.kv_stores import HostKVStore
 from hotswap.backends.remote import EngineHost, RemoteEngine, TcpPeers
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.transports import LinkSecret, connect_tcp, serve_tcp
@@ -78,6 +79,7 @@ async def fleet_of_hosts(
     num_remote: int = 2,
     peer_secret: LinkSecret = SECRET,
     spans: SpanRecorder | None = None,
+    kv_store: HostKVStore | None = None,
 ) -> AsyncGenerator[tuple[Fleet, list[Counted]]]:
     """A fleet of two engines, of which some are remote, all serving the model."""
     async with AsyncExitStack() as stack:
@@ -102,6 +104,7 @@ async def fleet_of_hosts(
                 router=LeastLoadedRouter(),
                 scheduler=Idle(),
                 tracer_provider=None if spans is None else spans.tracer_provider,
+                kv_store=kv_store,
             )
         )
         for name in ("e0", "e1"):
@@ -155,4 +158,18 @@ async def test_hosts_of_different_secrets_move_a_request_as_tokens(
         assert (aborted.outcome, "secret" in aborted.error) == ("aborted", True)
         assert (await fleet.migrate(stream.request.id, to=to)).outcome == "done"
         read += [token.id for token in await stream.collect()]
+    assert read == await undisturbed(store, skeletons)
+
+
+async def test_blocks_are_saved_from_a_host_and_restored_on_another(
+    store: DictStore, skeletons: SkeletonCache
+) -> None:
+    """Through the controller, whose memory keeps them."""
+    async with fleet_of_hosts(store, skeletons, kv_store=HostKVStore("16 MiB")) as (fleet, _):
+        async with fleet.stream(KIND, PROMPT, SAMPLING) as stream:
+            read = [(await anext(stream)).id for _ in range(5)]
+            record = await fleet.unload(stream.hops[0].instance)
+            read += [token.id for token in await stream.collect()]
+        assert record.num_saved == 1
+        assert stream.hops[1].restored_tokens >= len(PROMPT)
     assert read == await undisturbed(store, skeletons)
