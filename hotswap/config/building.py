@@ -12,10 +12,18 @@ from starlette.applications import Starlette
 
 from hotswap import Adapter, Fleet, Model
 from hotswap.config.reading import secret_of
-from hotswap.config.schema import DoorConfig, EngineConfig, FleetConfig, ModelConfig, StoreConfig
+from hotswap.config.schema import (
+    DoorConfig,
+    EngineConfig,
+    FleetConfig,
+    KVStoreConfig,
+    ModelConfig,
+    StoreConfig,
+)
 from hotswap.door import ApiKey, Limits, PrometheusMetrics, Served, create_app
 from hotswap.engine import Engine
 from hotswap.errors import BackendMissing, ConfigError
+from hotswap.kv_store import KVStore
 from hotswap.policies.by_name import router_named, scheduler_named
 from hotswap.store import WeightStore
 
@@ -26,6 +34,12 @@ _ENGINES: Mapping[str, tuple[str, str]] = {
     "vllm": ("hotswap.backends.vllm", "VllmEngine"),
     "llamacpp": ("hotswap.backends.llamacpp", "LlamaCppEngine"),
     "sim": ("hotswap.backends.sim", "SimEngine"),
+}
+
+
+_KV_STORES: Mapping[str, tuple[str, str]] = {
+    "host": ("hotswap.backends.kv_stores", "HostKVStore"),
+    "sim": ("hotswap.backends.sim", "SimKVStore"),
 }
 
 
@@ -62,6 +76,7 @@ def build(config: FleetConfig) -> Serving:
         fleet = Fleet(
             engines=[engine for at, of in enumerate(config.engines) for engine in _engines(at, of)],
             store=_store(config),
+            kv_store=_kv_store(config.kv_store),
             models=[_model(at, model) for at, model in enumerate(config.models)],
             adapters=[Adapter(one.id, one.model, one.source) for one in config.adapters],
             scheduler=None if policy.scheduler is None else scheduler_named(policy.scheduler),
@@ -127,6 +142,14 @@ def _store(config: FleetConfig) -> WeightStore:
         return tiers[0]
     with _at("stores"):
         return cast("WeightStore", _found("hotswap.backends.stores", "TieredStore")(*tiers))
+
+
+def _kv_store(config: KVStoreConfig | None) -> KVStore | None:
+    if config is None:
+        return None
+    with _at("kv_store"):
+        module, name = _KV_STORES[config.kind]
+        return cast("KVStore", _found(module, name)(config.budget))
 
 
 def _tier(at: int, tier: StoreConfig, config: FleetConfig) -> WeightStore:

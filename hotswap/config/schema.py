@@ -11,6 +11,7 @@ __all__ = [
     "DoorConfig",
     "EngineConfig",
     "FleetConfig",
+    "KVStoreConfig",
     "KeyConfig",
     "ModelConfig",
     "PolicyConfig",
@@ -51,6 +52,13 @@ class StoreConfig(_Section):
     budget: str | int | None = None
     url: str | None = None
     options: Options = Field(default={}, description="more arguments of the store, by their names")
+
+
+class KVStoreConfig(_Section):
+    """Where KV blocks are kept across swaps, `[kv_store]`."""
+
+    kind: Literal["host", "sim"] = "host"
+    budget: str | int
 
 
 class ModelConfig(_Section):
@@ -121,6 +129,7 @@ class FleetConfig(_Section):
 
     engines: list[EngineConfig] = Field(min_length=1)
     stores: list[StoreConfig] = Field(min_length=1)
+    kv_store: KVStoreConfig | None = None
     models: list[ModelConfig] = Field(min_length=1)
     adapters: list[AdapterConfig] = []
     policy: PolicyConfig = PolicyConfig()

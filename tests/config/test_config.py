@@ -27,6 +27,10 @@ id = "own"
 [[stores]]
 kind = "sim"
 
+[kv_store]
+kind = "sim"
+budget = "1 GiB"
+
 [[models]]
 id = "a"
 size = "1 MB"
@@ -78,6 +82,9 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
             assert [i.id for i in fleet.view().instances] == ["gpu0", "gpu1", "own"]
             assert [model.id for model in fleet.models] == ["a", "b"]
             assert [adapter.id for adapter in fleet.adapters] == ["x"]
+            kept = fleet.view().kv_store
+            assert kept is not None
+            assert kept.capacity_bytes == 1 << 30
             await fleet.ready()
             assert any(i.state is InstanceState.SERVING and i.model == "a" for i in fleet.view().instances)
             async with client_of(serving.app) as client:
@@ -103,7 +110,9 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
         ("min_replicas = 1", "min_replicas = -1", r"models\[0\]: "),
         ('size = "1 MB"\naliases', "what = 1\naliases", r"models\[0\].what: "),
         ("WeightedLoadSwap", "Nothing", "policy: .*Nothing"),
-        ('kind = "sim"\n\n[[models', 'kind = "nvme"\n\n[[models', r"stores\[0\]: directory is missing"),
+        ('kind = "sim"\n\n[kv_store', 'kind = "nvme"\n\n[kv_store', r"stores\[0\]: directory is missing"),
+        ('budget = "1 GiB"', 'budget = "much"', "kv_store: capacity is 'much'"),
+        ('kind = "sim"\nbudget', 'kind = "disk"\nbudget', "kv_store.kind: "),
         ("env:DOOR_TEST_KEY", "env:NO_SUCH_KEY", r"door.keys\[0\]"),
         ("env:DOOR_TEST_KEY", "client-secret", r"door.keys\[0\].secret: "),
         ("port = 0", "port = 70000", "door.port: "),
@@ -127,4 +136,4 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_schema_has_every_section() -> None:
     properties: dict[str, Any] = schema()["properties"]
-    assert set(properties) == {"engines", "stores", "models", "adapters", "policy", "door"}
+    assert set(properties) == {*("engines", "stores", "kv_store", "models", "adapters", "policy", "door")}
