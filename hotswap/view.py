@@ -82,6 +82,7 @@ class EngineStatus:
         preloaded: The model that is staged beside the one that it serves.
         load_path: How the engine came by its model, in its own words, where it has more than one method.
         node: Where it is, for stores whose tiers belong to nodes; "" if that makes no difference.
+        lost_because: Why it is LOST, in words that end a sentence; "" while it is not, or if it is not known.
     """
 
     id: InstanceId
@@ -104,6 +105,7 @@ class EngineStatus:
     preloaded: ModelId | None = None
     load_path: str = ""
     node: str = ""
+    lost_because: str = ""
 
     def updated(self, **fields: object) -> Self:
         """Return it with other values for some fields.
@@ -132,7 +134,6 @@ class InstanceView(EngineStatus):
         swapping: Whether a swap has the instance, from its acceptance until its record is written.
         target: The model of that swap; `None` for an unload.
         phase: Where that swap is; `None` before its first phase, and outside of swaps.
-        lost_because: Why it is LOST, as far as that is known.
         serving_since_s: The loop time at which the present model became ready; `None` if there is none.
         cooling_down: Models that failed to load here and are not tried again yet.
         draining: Whether the fleet sends nothing more here, and moves what runs elsewhere.
@@ -153,7 +154,6 @@ class InstanceView(EngineStatus):
     swapping: bool = False
     target: ModelId | None = None
     phase: PhaseView | None = None
-    lost_because: str = ""
     serving_since_s: float | None = None
     cooling_down: tuple[ModelId, ...] = ()
     draining: bool = False

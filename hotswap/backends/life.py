@@ -44,6 +44,11 @@ class Life:
         """Whether the engine is LOST; may turn true during any await."""
         return self.state is InstanceState.LOST
 
+    @property
+    def lost_because(self) -> str:
+        """Why it is lost; "" while it is not."""
+        return self._because if self.is_lost else ""
+
     def require(self, state: InstanceState, verb: str) -> None:
         """Raise `InstanceLost` or `InstanceError` if the engine is not in the state that a verb needs."""
         self.refuse_if_lost()
@@ -56,7 +61,8 @@ class Life:
 
     def lose(self, because: str, cause: Exception | None) -> None:
         """Become LOST, and interrupt the pending verbs."""
-        self.state, self._because, self._cause = InstanceState.LOST, because, cause
+        self._because, self._cause = because, cause
+        self.state = InstanceState.LOST
         for scope in self._verbs:
             scope.cancel()
 

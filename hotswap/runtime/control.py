@@ -190,8 +190,8 @@ class Control:
         """Try to bring broken instances back to EMPTY, with a pause that doubles while it fails."""
         for instance in self._state.troubled():
             with suppress(InstanceError):  # it cannot tell its status, as the index has logged
-                if instance.status().state is InstanceState.LOST:
-                    self._losses.note(instance)
+                if (status := instance.status()).state is InstanceState.LOST:
+                    self._losses.note(instance, status.lost_because)
                 if instance.broken and instance.may_try(None):
                     self._state.claim(instance, None)
                     tasks.start_soon(self._restart, instance, name=f"restart {instance.id}")

@@ -127,7 +127,7 @@ class Instance:
             swapping=self.swapping,
             target=self.target,
             phase=self.phase,
-            lost_because=(self.lost_because or "") if status.state is InstanceState.LOST else "",
+            lost_because=(self.lost_because or status.lost_because) if status.state == "LOST" else "",
             serving_since_s=self.serving_since_s if status.model is not None else None,
             draining=self.draining,
             swapped_s=self.swapped_s,

@@ -70,8 +70,8 @@ async def test_a_lost_engine_and_its_restart_are_told_with_the_reason(
     lost = [line for line in logged(caplog, logging.WARNING) if "'e0' was lost" in line]
     (restarted,) = [line for line in logged(caplog, logging.WARNING) if "'e0' was restarted" in line]
     assert 1 <= len(lost) <= 2
-    assert ("its fan has stopped" in " ".join(lost)) == busy
-    assert ("its fan has stopped" in restarted) == busy
+    assert "its fan has stopped" in " ".join(lost)
+    assert "its fan has stopped" in restarted
     assert not [line for line in logged(caplog, logging.WARNING) if "given up" in line]
 
 

@@ -42,6 +42,7 @@ FLEETS_OWN = {
     "num_moves",
     "last_assigned",
     "swapped_s",
+    "lost_because",  # as a request was told, or the engine says
 }
 ENGINES_OWN = [field.name for field in fields(EngineStatus) if field.name not in FLEETS_OWN]
 

@@ -123,6 +123,7 @@ class LlamaCppEngine(ExternalEngine):
             request_kv_blocks=self._settings.request_blocks if server else 0,
             memory_bytes=self._settings.total_bytes,
             weight_bytes=self._card.weight_bytes if server and self._card else 0,
+            lost_because=self._life.lost_because,
         )
 
     @property

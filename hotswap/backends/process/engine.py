@@ -51,8 +51,9 @@ class ProcessEngine(RemoteEngine):
 
     The process starts with the engine, or with the fleet that has it. When it ends, or says nothing for
     `silence_s`, the engine is LOST with the reason; `unload`, which a fleet calls, kills what is left of it
-    and starts another one. It never outlives this process, even if that is killed. Everything else is as of
-    `RemoteEngine`. KV blocks go from one child to another in shared memory.
+    and starts another one. It does so, too, if the engine in a healthy process is LOST and its own `unload`
+    does not bring it back. The child never outlives this process, even if that is killed. Everything else is
+    as of `RemoteEngine`. KV blocks go from one child to another in shared memory.
 
     Args:
         id: The instance's name; give the engine the same.
@@ -181,6 +182,12 @@ class ProcessEngine(RemoteEngine):
         child, self._child = self._child, None
         if child is not None:
             await child.stop(end_s=end_s)
+
+    async def _end_host(self, because: str) -> bool:
+        log.warning("The process of engine %r is replaced: %s", self.id, because)
+        with anyio.CancelScope(shield=True):
+            await self._stop(self._end_s)
+        return True
 
     async def _reason_of_loss(self, because: str) -> str:
         if self._child is not None:

@@ -15,6 +15,7 @@ from hotswap.backends.fields import Fields
 from hotswap.backends.remote.failures import error_of
 from hotswap.backends.remote.messages import MAX_PAYLOAD_BYTES, VERSION, Message, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
+from hotswap.backends.remote.silence import silence_fields, silence_in
 from hotswap.backends.remote.status import RemoteStatus
 from hotswap.backends.remote.streams import RemoteStream
 from hotswap.backends.remote.traces import with_trace
@@ -61,18 +62,20 @@ class ControlLink:
     Args:
         channel: The link.
         status: Takes what the host tells.
-        silence_s: The silence that ends the link.
+        silence_s: The silence of the host that ends the link.
 
     Attributes:
         abilities: What the host's engine can do beside the verbs of every engine.
         loop: The event loop, for calls from threads.
         verdicts: What the host said of models that were asked about; `None` if it takes one, or has not said.
         lost: Why the link has ended; "" while it works.
+        ended: Set when it has.
     """
 
     def __init__(self, channel: Channel, status: RemoteStatus, silence_s: float) -> None:
         self.abilities: frozenset[str] = frozenset()
         self.lost = ""
+        self.ended = anyio.Event()
         self.loop = current_token()
         self.verdicts: dict[ModelCard, UnsupportedModel | None] = {}
         self._id = status.shown.id
@@ -92,7 +95,8 @@ class ControlLink:
             MigrationAborted: the link is broken.
             ControllerSuperseded: the host has a newer controller.
         """
-        self._outbox.say("control", version=VERSION, epoch=epoch)
+        silence = silence_fields(self._inbox.silence_s)
+        self._outbox.say("control", version=VERSION, epoch=epoch, **silence)
         await self._outbox.flush()
         messages = await self._inbox.receive()  # when the host has ended what was before
         if not messages or messages[0].verb not in ("welcome", "refused"):
@@ -103,6 +107,7 @@ class ControlLink:
                 error = error_of(first.fields.record("error"))
             raise error
         with taking(first):
+            self._outbox.heard_within_s = silence_in(first.fields)
             self.abilities = frozenset(texts(first.fields, "abilities"))
             self._status.tell(status_of(first.fields.record("status"), self._status.told))
         for message in rest:
@@ -126,8 +131,8 @@ class ControlLink:
     async def leave(self) -> None:
         """Tell the host that the controller leaves, and wait until it ends the link.
 
-        What the host sends until then is received: a socket that is closed with bytes unread would have the
-        kernel reset the connection, and take the goodbye back.
+        What the host sends until then is received: a socket that is closed before would have the kernel reset
+        the connection, so that the host fails to send, perhaps before it has read the goodbye.
 
         Raises:
             MigrationAborted: the link has ended, as it should.
@@ -148,6 +153,7 @@ class ControlLink:
             scope.cancel()
         self._streams.clear()
         self._calls.clear()
+        self.ended.set()
 
     def error(self) -> InstanceLost:
         """Return a new error that says why the engine cannot be reached."""

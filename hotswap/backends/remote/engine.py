@@ -22,14 +22,16 @@ from typing import Self
 import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
+from anyio.lowlevel import checkpoint
 
 from hotswap.backends.remote.abilities import class_with
 from hotswap.backends.remote.control import ControlLink
 from hotswap.backends.remote.linked import LinkedEngine, count_read
+from hotswap.backends.remote.silence import check_silence
 from hotswap.backends.remote.status import RemoteStatus
 from hotswap.backends.remote.values import card_fields
 from hotswap.backends.transports import LinkOpener
-from hotswap.backends.transports.link_errors import reason_in
+from hotswap.backends.transports.link_errors import first_reason_in, reason_in
 from hotswap.checks import check_counts, check_positive_seconds, check_strings
 from hotswap.engine import StatusListener
 from hotswap.errors import ConfigError, InstanceError, InstanceLost, MigrationAborted
@@ -59,7 +61,8 @@ class RemoteEngine(LinkedEngine):
     how much.
 
     When the link ends, or the host is silent for `silence_s`, the engine is LOST with the reason: its streams
-    and calls raise `InstanceLost`. `unload` opens a new link, and empties the host's engine.
+    and calls raise `InstanceLost`. `unload` opens a new link, and empties the host's engine. If that engine
+    alone is lost, and its own `unload` does not bring it back, it stays LOST until its host is restarted.
 
     Args:
         id: The instance's name; best the one that the host gives its engine, which errors name.
@@ -68,8 +71,8 @@ class RemoteEngine(LinkedEngine):
         epoch: Of two controllers of one host, the one with the lower number is refused
             (`ControllerSuperseded`). The default is the time at which this object was made: the later one
             has the engine.
-        silence_s: After so long without a frame of the host, the link ends. The host beats four times as
-            often. Give the host the same.
+        silence_s: After so long without a frame of the host, the link ends. The host is told, and beats four
+            times as often; its own limit for this end may be another.
         start_s: The time limit for opening a link, the start of a process behind `open_link` included.
     """
 
@@ -84,7 +87,8 @@ class RemoteEngine(LinkedEngine):
         start_s: float = 60.0,
     ) -> None:
         check_strings(ConfigError, id=id, node=node)
-        check_positive_seconds(ConfigError, silence_s=silence_s, start_s=start_s)
+        check_silence(silence_s)
+        check_positive_seconds(ConfigError, start_s=start_s)
         self.epoch = time.time_ns() if epoch is None else epoch
         check_counts(ConfigError, 0, epoch=self.epoch)
         self.id = InstanceId(id)
@@ -125,9 +129,11 @@ class RemoteEngine(LinkedEngine):
         if link is not None and not link.lost:
             try:
                 await self._unload()
-            except InstanceLost:
+            except InstanceLost as exc:
                 if not link.lost:  # the host's engine alone is lost, and cannot come back
-                    raise
+                    if not await self._end_host(str(exc)):
+                        raise
+                    await link.ended.wait()
             else:
                 return
         with self._status.becoming(_LOST, None, _LOST):  # not the model that the host has kept
@@ -193,27 +199,30 @@ class RemoteEngine(LinkedEngine):
                 task_status.started()
                 await link.run()
             except* MigrationAborted as errors:
-                self._lose(link, await self._reason_of_loss(reason_in(_first(errors))))
+                self._lose(link, await self._reason_of_loss(first_reason_in(errors)))
             finally:
                 if not link.lost:
                     await self._leave(link)
+
+    async def _end_host(self, because: str) -> bool:
+        """End the process of a host whose engine cannot come back; the next link starts another one.
+
+        Returns whether it is this engine's to end.
+        """
+        await checkpoint()
+        return False
 
     async def _reason_of_loss(self, because: str) -> str:
         """Return why the engine is lost, given why its link has ended."""
         return because
 
     def _lose(self, link: ControlLink, because: str) -> None:
-        log.warning("Engine %r is lost: %s.", self.id, because)
+        log.info("Engine %r is lost: %s.", self.id, because)  # a fleet warns, as of any engine
         link.lose(because)
-        self._status.end(_LOST)
+        self._status.lose(because)
 
     async def _leave(self, link: ControlLink) -> None:
         link.lose("it was stopped")
-        self._status.end(_EMPTY)
+        self._status.end()
         with anyio.move_on_after(_GOODBYE_S, shield=True), suppress(MigrationAborted):
             await link.leave()
-
-
-def _first(errors: BaseExceptionGroup[MigrationAborted]) -> MigrationAborted:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

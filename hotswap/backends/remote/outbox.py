@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from hotswap.backends.remote.messages import (
     MAX_MESSAGE_BYTES,
@@ -19,13 +20,13 @@ from hotswap.backends.remote.messages import (
     messages_of,
     said,
 )
+from hotswap.backends.remote.silence import beat_every_s
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
 from hotswap.transport import Channel
 
 __all__ = ["Inbox", "Outbox"]
 
-_BEATS = 4  # in the time after which silence ends a link
 _LAST_S = 1.0  # for the last frame of a link
 _ROW_NUMBERS = 1 << 14  # of one message
 
@@ -35,11 +36,15 @@ class Outbox:
 
     Args:
         channel: The link.
-        silence_s: The silence that ends the link at the other end; also how long a frame may take to be sent.
+        silence_s: How long the other end may take no frame.
+
+    Attributes:
+        heard_within_s: The silence after which the other end ends the link, as it tells; beats keep it.
     """
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel, self._silence_s = channel, silence_s
+        self.heard_within_s = silence_s
         self._said: list[Said] = []
         self._rows: array[int] | None = None  # the last message, if it is of tokens
         self._num_frames = 0
@@ -54,7 +59,10 @@ class Outbox:
         Raises:
             ValueError: it is too long; nothing is sent.
         """
-        message = said(verb, number, fields) if payload is None else said(verb, number, fields, payload)
+        self.put(said(verb, number, fields) if payload is None else said(verb, number, fields, payload))
+
+    def put(self, message: Said) -> None:
+        """Have a message sent that is encoded already."""
         self._end_rows()
         self._said.append(message)
         self._woken.set()
@@ -103,7 +111,8 @@ class Outbox:
             raise link_broken(self._failed)
 
     async def flush(self) -> None:
-        """Send what was said, or a beat."""
+        """Send what was said, or a beat; cancelled before it has begun, it leaves that for the next call."""
+        await checkpoint_if_cancelled()
         self._end_rows()
         messages, self._said = self._said, []
         self._began_s, self._is_silent = anyio.current_time(), False
@@ -116,7 +125,7 @@ class Outbox:
         """Have a frame sent if there was none for a while; see that frames are taken."""
         while True:
             self._is_silent = True
-            await anyio.sleep(self._silence_s / _BEATS)
+            await anyio.sleep(beat_every_s(self._silence_s, self.heard_within_s))
             if self._began_s is not None and anyio.current_time() - self._began_s >= self._silence_s:
                 raise link_broken(f"the other end took no frame for {self._silence_s:g} s")
             if self._is_silent:

@@ -18,7 +18,7 @@ from hotswap.backends.remote.traces import traced
 from hotswap.backends.remote.values import FINISH_REASONS, prompt_parts, scored, tokens_in
 from hotswap.backends.remote.verbs import Call, Verbs
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError, reason_in
+from hotswap.backends.transports.link_errors import ProtocolError, first_reason_in
 from hotswap.errors import HotswapError, InstanceError, MigrationAborted, PromptTooLong
 from hotswap.request import Request, ScoredPrompt, Token
 from hotswap.stream import TokenQueue, TokenStream
@@ -73,12 +73,16 @@ class Session:
         channel: The link.
         inbox: What comes over it.
         max_tokens: The most tokens of a request.
+        heard_within_s: The silence after which the controller ends the link.
     """
 
-    def __init__(self, verbs: Verbs, channel: Channel, inbox: Inbox, max_tokens: int) -> None:
+    def __init__(
+        self, verbs: Verbs, channel: Channel, inbox: Inbox, max_tokens: int, heard_within_s: float
+    ) -> None:
         self.ended = anyio.Event()
         self._verbs, self._engine, self._inbox, self._max_tokens = verbs, verbs.engine, inbox, max_tokens
         self._outbox = HostOutbox(self._engine, channel, inbox.silence_s)
+        self._outbox.heard_within_s = heard_within_s
         self._streams: dict[int, _Stream] = {}
         self._calls: dict[int, Call] = {}
         self._last_number = 0
@@ -89,13 +93,13 @@ class Session:
         because = ""
         try:
             async with anyio.create_task_group() as self._started:
-                self._outbox.welcome()
+                self._outbox.welcome(self._inbox.silence_s)
                 self._started.start_soon(self._outbox.run)
                 self._started.start_soon(self._inbox.watch)
                 await self._listen()
                 self._started.cancel_scope.cancel()
         except* MigrationAborted as errors:
-            because = reason_in(_first(errors))
+            because = first_reason_in(errors)
         finally:
             self.ended.set()
         return because
@@ -245,8 +249,3 @@ async def _ended(streams: list[anyio.Event]) -> None:
     with anyio.move_on_after(_CLOSED_S, shield=True):
         for ended in streams:
             await ended.wait()
-
-
-def _first(errors: BaseExceptionGroup[MigrationAborted]) -> MigrationAborted:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -61,9 +61,16 @@ class RemoteStatus(StatusNotifier):
         self._told = status.updated(node=self._node) if self._node else status
         self._show()
 
-    def end(self, state: InstanceState) -> None:
-        """Show an engine that holds nothing, EMPTY or LOST."""
-        self._told, self._pending = self._none.updated(state=state, node=self._told.node), None
+    def end(self) -> None:
+        """Show an engine that is EMPTY and holds nothing."""
+        self._end(state=InstanceState.EMPTY)
+
+    def lose(self, because: str) -> None:
+        """Show one that is LOST."""
+        self._end(state=InstanceState.LOST, lost_because=because)
+
+    def _end(self, **fields: object) -> None:
+        self._told, self._pending = self._none.updated(node=self._told.node, **fields), None
         self._show()
 
     @contextmanager

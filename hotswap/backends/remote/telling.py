@@ -8,6 +8,7 @@ import anyio
 
 from hotswap.backends.remote.abilities import abilities_of
 from hotswap.backends.remote.outbox import Outbox
+from hotswap.backends.remote.silence import silence_fields
 from hotswap.backends.remote.values import status_changes
 from hotswap.engine import Engine
 from hotswap.transport import Channel
@@ -35,10 +36,11 @@ class HostOutbox(Outbox):
         self._state_changed = self._is_due = False
         self._is_polled = not engine.watch(self)
 
-    def welcome(self) -> None:
-        """Say what the engine is and can do."""
+    def welcome(self, silence_s: float) -> None:
+        """Say what the engine is and can do, and after how long a silence this end ends the link."""
         self._told = status = self._engine.status()
-        self.say("welcome", abilities=abilities_of(self._engine), status=status_changes(None, status))
+        about = {"abilities": abilities_of(self._engine), "status": status_changes(None, status)}
+        self.say("welcome", **about, **silence_fields(silence_s))
 
     def load_changed(self) -> None:
         """See `StatusListener`."""

@@ -107,7 +107,7 @@ class SimEngine(Engine):
         self._state, self._started = _EMPTY, False
         self._serving = self._staged = None
         self._adapters = {}
-        self._reserved_bytes, self._lost_because, self._lost_for_good = 0, "", False
+        self._reserved_bytes, self._because, self._lost_for_good = 0, "", False
         self._verb: anyio.CancelScope | None = None
         self._migration = MigrationContext(
             self._batcher,
@@ -163,8 +163,7 @@ class SimEngine(Engine):
                 await anyio.sleep(self.profile.unload_s)
                 if self._lost_for_good:
                     raise self._lost()
-                self._serving = None
-                self._adapters = {}
+                self._serving, self._adapters, self._because = None, {}, ""
                 self._state = _EMPTY
         await checkpoint_if_cancelled()
 
@@ -293,7 +292,7 @@ class SimEngine(Engine):
 
         `unload` brings the engine back EMPTY, unless it is lost `for_good`.
         """
-        self._lost_because, self._lost_for_good = reason, for_good
+        self._because, self._lost_for_good = reason, for_good
         self._batcher.clear(self._lost())
         self._note_drained()
         self._serving = self._staged = None
@@ -323,7 +322,8 @@ class SimEngine(Engine):
                 node=self.node,
             )
         status = self._outline.updated(**self._load())
-        return status if self._serving else status.updated(num_free_kv_blocks=0)  # there is no pool
+        # Without a model there is no pool.
+        return status if self._serving else status.updated(num_free_kv_blocks=0, lost_because=self._because)
 
     def _load(self) -> Load:
         return self._reports.told or load_of(self._batcher)
@@ -420,7 +420,7 @@ class SimEngine(Engine):
         raise self._lost()
 
     def _lost(self) -> InstanceLost:
-        return InstanceLost(f"Engine {self.id!r} is lost: {self._lost_because}. Unload it to bring it back.")
+        return InstanceLost(f"Engine {self.id!r} is lost: {self._because}. Unload it to bring it back.")
 
     def _require(self, state: InstanceState, verb: str) -> None:
         self._refuse_if_lost()

@@ -417,6 +417,7 @@ class TorchEngine(Engine):
             adapters=() if self._life.is_lost else self._adapters.names,
             max_adapters=self._max_adapters,
             preloaded=self._models.staged.card.id if self._models.staged else None,
+            lost_because=self._life.lost_because,
         )
 
     def watch(self, listener: StatusListener) -> bool:

@@ -8,7 +8,7 @@ import anyio
 
 from hotswap.errors import MigrationAborted
 
-__all__ = ["ENDED", "ProtocolError", "link_broken", "no_link", "reason_for", "reason_in"]
+__all__ = ["ENDED", "ProtocolError", "first_reason_in", "link_broken", "no_link", "reason_for", "reason_in"]
 
 ENDED = "the other end has closed it, or its process has ended"
 _BROKEN, _GOES_ON = "The link of a move is broken: ", " Open a new one; the request goes on where it is."
@@ -39,6 +39,12 @@ def reason_in(error: MigrationAborted) -> str:
     """Return what the error of a link says of its reason, without what it says of moves."""
     text = str(error).removeprefix(_BROKEN).removesuffix(_GOES_ON).removesuffix(_NO_LINK_GOES_ON)
     return text.removesuffix(".")
+
+
+def first_reason_in(errors: BaseExceptionGroup[MigrationAborted]) -> str:
+    """Return the same of the first of the errors with which the tasks of a link have ended."""
+    first = errors.exceptions[0]
+    return first_reason_in(first) if isinstance(first, BaseExceptionGroup) else reason_in(first)
 
 
 def reason_for(error: BaseException) -> str | None:

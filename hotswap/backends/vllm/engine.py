@@ -237,6 +237,7 @@ class VllmEngine(ExternalEngine):
             max_adapters=self._settings.max_adapters,
             preloaded=self._loader.staged.card.id if self._loader.staged else None,
             load_path=self._loader.load_path if core else "",
+            lost_because=self._life.lost_because,
         )
 
     @property

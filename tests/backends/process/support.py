@@ -18,6 +18,7 @@ from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, sim_bytes, 
 from tests.patience import PATIENCE_S
 
 __all__ = [
+    "QUICK",
     "checked",
     "checked_manifest",
     "checked_store",

@@ -17,11 +17,12 @@ import anyio
 import pytest
 
 from hotswap import Fleet, InstanceState, Model, ModelId, Sampling
-from hotswap.abc import Engine, ModelCard, Shard, WrapperStore
+from hotswap.abc import Engine, ModelCard, Shard, WeightStore, WrapperStore
 from hotswap.backends.process import ProcessEngine
 from hotswap.backends.sim import SimEngine, expected_tokens
-from hotswap.errors import ConfigError, InstanceLost, OutOfMemory
+from hotswap.errors import ConfigError, InstanceLost, OutOfMemory, SwapFailed
 from tests.backends.process.support import (
+    QUICK,
     checked_manifest,
     checked_store,
     sim_engine,
@@ -142,6 +143,48 @@ async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
     with pytest.raises(ValueError, match="of the block"):
         async with sim_process():
             raise ValueError("of the block")
+
+
+async def test_an_engine_that_cannot_come_back_is_made_anew_in_another_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = ProcessEngine("e0", _Doomed)
+    async with fleet_of(engine) as fleet:
+        old = pid_of(engine)
+        with pytest.raises(SwapFailed):
+            await fleet.swap("e0", to="b")
+        await until(lambda: engine.pid not in (None, old) and not is_lost(engine))
+        await until(lambda: not fleet.view().instances[0].swapping)
+        await wait_for_end(old)
+        await fleet.swap("e0", to="a")
+        async with fleet.stream("a", (1, 2, 3), Sampling(max_tokens=5, ignore_eos=True)) as stream:
+            assert len(await stream.collect()) == 5
+    assert "replaced: Engine 'e0' is lost: its device fails" in caplog.text
+
+
+class _Doomed(SimEngine):
+    """An engine that the load of model "b" costs for good."""
+
+    def __init__(self) -> None:
+        super().__init__("e0", QUICK, kv_blocks=160, kv_block_tokens=4)
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        if model.id == "b":
+            self.lose("its device fails", for_good=True)
+        await super().load(model, store)
+
+
+async def test_a_loss_is_told_once_and_with_its_reason_though_no_request_ran(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = sim_process()
+    async with fleet_of(engine) as fleet:
+        old = pid_of(engine)
+        os.kill(old, signal.SIGKILL)
+        await until(lambda: engine.pid not in (None, old) and not is_lost(engine))
+        await until(lambda: not fleet.view().instances[0].swapping)
+    told = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
+    assert told == ["Instance 'e0' was lost: its process was ended by SIGKILL"]
 
 
 # ------------------------------------------------------------------ starts

@@ -198,12 +198,13 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(plans: Plans = ({}, {}), **options: Any) -> AsyncGenerator[Rig]:
+async def rig(plans: Plans = ({}, {}), *, host_silence_s: float = 8.0, **options: Any) -> AsyncGenerator[Rig]:
     """A rig in virtual time, whose engine is EMPTY; `plans` are for its first link."""
     store = SimStore({"a": 100_000, "b": 60_000}, chunk_bytes=30_000)
     behind = SimEngine("e0", PROFILE, kv_blocks=160, kv_block_tokens=4, max_requests=64, vocabulary=500)
     host_store = HostStore(store)
-    async with store, behind, MemoryLinks(EngineHost(behind, host_store)) as links:
+    host = EngineHost(behind, host_store, silence_s=host_silence_s)
+    async with store, behind, MemoryLinks(host) as links:
         links.plans.append(plans)
         models = [ModelCard.of(Model(id), await store.manifest(ModelId(id))) for id in ("a", "b")]
         async with RemoteEngine("e0", links.open, epoch=1, **options) as engine:

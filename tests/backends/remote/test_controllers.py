@@ -50,9 +50,7 @@ async def test_a_controller_that_comes_later_finds_the_model_and_serves_on_witho
 
 
 @virtual_time
-async def test_a_newer_controller_ends_the_older_one_whose_requests_leave_the_host_first(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_newer_controller_ends_the_older_one_whose_requests_leave_the_host_first() -> None:
     async with rig() as made:
         await made.engine.load(made.card, made.store)
         reader = Reader(request(max_tokens=400))
@@ -64,11 +62,11 @@ async def test_a_newer_controller_ends_the_older_one_whose_requests_leave_the_ho
                 await reader.ended.wait()
                 assert isinstance(reader.error, InstanceLost)
                 assert made.engine.status().state is InstanceState.LOST
+                assert "taken over by another controller" in made.engine.status().lost_because
                 with pytest.raises(ControllerSuperseded, match="epoch 2"):
                     await made.engine.unload()
                 assert newer.status().state is InstanceState.SERVING, "it is undisturbed"
                 await newer.unload()
-        assert "taken over by another controller" in caplog.text
 
 
 @virtual_time

@@ -107,6 +107,7 @@ async def test_a_wrong_frame_ends_the_link_and_the_next_one_works(
             await made.engine.unload()
 
 
+HELLO: list[object] = [0, ["control", 0, {"version": 1, "epoch": 5, "silence_s": 8}, 0]]
 NONSENSE: dict[str, object] = {
     "no list": {"verb": "open"},
     "another number": [7],
@@ -131,9 +132,8 @@ async def test_a_host_ends_the_link_of_a_controller_that_says_nonsense_and_serve
 ) -> None:
     async with rig() as made:
         near = await made.links.open()
-        hello = [0, ["control", 0, {"version": 1, "epoch": 5}, 0]]
         nonsense = NONSENSE[name]
-        await near.send(json.dumps(hello).encode())
+        await near.send(json.dumps(HELLO).encode())
         await near.send(nonsense.encode() if isinstance(nonsense, str) else json.dumps(nonsense).encode())
         with anyio.fail_after(5):
             await made.links.ended[1].wait()
@@ -148,8 +148,14 @@ async def test_a_host_ends_the_link_of_a_controller_that_says_nonsense_and_serve
     "hello",
     [
         [0],
-        [0, ["control", 0, {"version": 1, "epoch": -1}, 0]],
-        [0, ["control", 0, {"version": 99, "epoch": 1}, 0]],
+        [0, ["control", 0, {"version": 1, "epoch": -1, "silence_s": 8}, 0]],
+        [0, ["control", 0, {"version": 99, "epoch": 1, "silence_s": 8}, 0]],
+        [0, ["control", 0, {"version": 1, "epoch": 1}, 0]],
+        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": 0}, 0]],
+        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": 1e-9}, 0]],
+        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": 1e9}, 0]],
+        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": "long"}, 0]],
+        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": True}, 0]],
         [0, ["pages", 0, {"version": 1, "key": "guessed"}, 0]],
         [0, ["open", 0, {"version": 1}, 0]],
     ],
@@ -172,7 +178,7 @@ def test_a_host_goes_on_after_any_json(said: object) -> None:
     async def test() -> None:
         async with rig() as made:
             near = await made.links.open()
-            await near.send(json.dumps([0, ["control", 0, {"version": 1, "epoch": 5}, 0]]).encode())
+            await near.send(json.dumps(HELLO).encode())
             await near.send(json.dumps([1, said]).encode())
             with anyio.fail_after(5):
                 await made.links.ended[1].wait()
@@ -185,6 +191,7 @@ def test_a_host_goes_on_after_any_json(said: object) -> None:
 WELCOME: dict[str, Any] = {
     "abilities": ["adapters", "time travel"],
     "status": {"state": "SERVING", "model": "a"},
+    "silence_s": 8,
 }
 ANSWERS: dict[str, tuple[str, int, object, int]] = {
     "an unknown verb": ("reboot", 1, {}, 0),
