@@ -11,6 +11,7 @@ import torch
 from anyio.abc import TaskGroup
 
 from hotswap.backends.layouts import require_modules
+from hotswap.backends.remote.silence import check_silence
 from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.modeling import SkeletonCache
 from hotswap.backends.torch.parallel.grid import Grid, RankPosition
@@ -25,6 +26,7 @@ from hotswap.backends.torch.parallel.messages import (
     Drop,
     Failed,
     NumberedCommand,
+    ReadTotal,
     ReadWeights,
     Reply,
     Setup,
@@ -35,8 +37,9 @@ from hotswap.backends.torch.parallel.shared import SharedMemory
 from hotswap.backends.torch.parallel.weights import PartWeights, Reader, digest_of
 from hotswap.backends.torch.weights import check_world_size
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
-from hotswap.checks import check_kind, check_positive_seconds
+from hotswap.checks import check_kind
 from hotswap.errors import ConfigError, HotswapError, ShardCorrupt
+from hotswap.metered_store import MeteredStore
 from hotswap.model import Manifest
 from hotswap.store import WeightStore
 from hotswap.transport import Channel
@@ -65,7 +68,7 @@ class StageHost:
 
     Args:
         store: The store of this node. It must have the models that the engines load, cut alike.
-        silence_s: How long a link may be silent before its engine counts as gone.
+        silence_s: How long a link may be silent before its engine counts as gone; the engine is told.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -73,7 +76,7 @@ class StageHost:
 
     def __init__(self, store: WeightStore, *, silence_s: float = 8.0) -> None:
         check_kind(ConfigError, "store", store, WeightStore)
-        check_positive_seconds(ConfigError, silence_s=silence_s)
+        check_silence(silence_s)
         self._store, self._silence_s = store, silence_s
         self._skeletons = SkeletonCache()
 
@@ -108,7 +111,7 @@ class _HostedStage:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._kill_when_cancelled)
-                tasks.start_soon(self._link.beat)
+                tasks.start_soon(self._link.run)
                 while not await self._take_frame(tasks):
                     pass
                 tasks.cancel_scope.cancel()
@@ -195,35 +198,32 @@ class _HostedStage:
             replies, rank.inbox = list(rank.inbox.values()), {}
             if rank.final_error is not None:
                 replies.append(rank.final_error)
-            await self._say(part, replies)
+            self._link.say(*(said_reply(part, reply) for reply in replies))
         code, output = await run_in_thread(rank.ending)
-        await self._link.send(said_ended(Ended(part, code, output)))
-
-    async def _say(self, part: int, replies: Sequence[Reply]) -> None:
-        if replies:
-            await self._link.send(*(said_reply(part, reply) for reply in replies))
+        self._link.say(said_ended(Ended(part, code, output)))
 
     # ------------------------------------------------------------------ weights
 
     async def _read(self, number: int, command: ReadWeights) -> None:
-        """Read the weights of the ranks, and reply for all of them."""
-        reply: Reply = Done(number)
+        """Read the weights of the ranks, and reply for all of them; the first tells how much was read."""
+        parts = [rank.position.part for rank in self._started.processes]
+        replies: list[Reply] = [Done(number)] * len(parts)
         try:
             with self._reading:
                 self._free()
                 try:
-                    await self._read_weights(command)
+                    replies[0] = Done(number, read=await self._read_weights(command))
                 except Exception as exc:
-                    reply = Failed(number, type(exc).__name__, str(exc), traceback.format_exc(), ends=False)
+                    traced = traceback.format_exc()
+                    replies = [Failed(number, type(exc).__name__, str(exc), traced, ends=False)] * len(parts)
         finally:
             self._read_ended.set()
         if not self._reading.cancel_called:
-            await self._link.send(
-                *(said_reply(rank.position.part, reply) for rank in self._started.processes)
-            )
+            self._link.say(*map(said_reply, parts, replies))
 
-    async def _read_weights(self, command: ReadWeights) -> None:
-        manifest = await self._store.manifest(command.model)
+    async def _read_weights(self, command: ReadWeights) -> ReadTotal:
+        store = MeteredStore(self._store)
+        manifest = await store.manifest(command.model)
         if await run_in_thread(digest_of, manifest) != command.digest:
             raise ShardCorrupt(
                 f"The store of this node has other weights of model {command.model!r} than that of the "
@@ -233,8 +233,9 @@ class _HostedStage:
         require_modules(manifest.model, manifest)
         check_world_size(manifest, positions[0].grid.tp)
         reader = await run_in_thread(self._reader, manifest, positions, command.dtype)
-        self._weights = await reader.read(self._store)
+        self._weights = await reader.read(store)
         self._config = manifest.config
+        return ReadTotal(store.num_bytes, store.tier, store.buffered)
 
     def _reader(
         self, manifest: Manifest, positions: Sequence[RankPosition], dtype: torch.dtype | None

@@ -2,25 +2,27 @@
 
 Messages are those of `hotswap.backends.remote`: JSON with payloads, in numbered frames. They are not trusted:
 none is unpickled or names a class to be made. An end that says nothing for a time counts as lost, so each end
-sends beats.
+tells how long it waits, and the other sends beats.
 """
 
 from __future__ import annotations
 
 import anyio
 
-from hotswap.backends.remote.messages import Message, Said, frames_of, messages_of
-from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.backends.remote.messages import Message, Said, said, taking
+from hotswap.backends.remote.outbox import Inbox, Outbox
+from hotswap.backends.remote.silence import silence_fields, silence_in
+from hotswap.backends.transports.link_errors import link_broken
 from hotswap.backends.transports.stream import StreamChannel
 from hotswap.transport import Channel
 
 __all__ = ["StageLink"]
 
-_BEATS = 4  # within the time of silence
+_HELLO = "hello"
 
 
 class StageLink:
-    """Sends and receives messages in order.
+    """Sends and receives messages in order while `run` runs.
 
     Args:
         channel: The link.
@@ -28,9 +30,10 @@ class StageLink:
     """
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
-        self._channel, self._silence_s = channel, silence_s
-        self._num_sent = self._num_received = 0
-        self._sending = anyio.Lock()
+        self._channel = channel
+        self._outbox, self._inbox = Outbox(channel, silence_s), Inbox(channel, silence_s)
+        self._is_greeted = False
+        self.say(said(_HELLO, 0, silence_fields(silence_s)))
 
     @property
     def own_address(self) -> str:
@@ -38,41 +41,33 @@ class StageLink:
         channel = self._channel
         return (channel.own_address if isinstance(channel, StreamChannel) else "") or "127.0.0.1"
 
-    async def send(self, *messages: Said) -> None:
-        """Send messages together.
-
-        Raises:
-            MigrationAborted: the link is broken.
-        """
-        async with self._sending:
-            for message, payload in frames_of(list(messages), self._num_sent):
-                self._num_sent += 1
-                await self._channel.send(message, payload)
+    def say(self, *messages: Said) -> None:
+        """Have messages sent, in this order."""
+        for message in messages:
+            self._outbox.put(message)
 
     async def receive(self) -> list[Message]:
         """Return the messages of the next frame, of which a beat has none; payloads are valid until the next.
 
         Raises:
-            MigrationAborted: the link is broken, was silent, or what was received is not valid.
+            MigrationAborted: the link is broken, or what was received is not valid.
         """
-        try:
-            with anyio.fail_after(self._silence_s):
-                frame = await self._channel.receive()
-        except TimeoutError as exc:
-            raise link_broken(f"the other end was silent for {self._silence_s:g} s") from exc
-        try:
-            messages = messages_of(frame, self._num_received)
-        except ProtocolError as exc:
-            raise link_broken(str(exc)) from exc
-        self._num_received += 1
+        messages = await self._inbox.receive()
+        if not self._is_greeted:
+            if not messages or messages[0].verb != _HELLO:
+                raise link_broken(f"the other end did not begin with {_HELLO!r}")
+            with taking(messages[0]):
+                self._outbox.heard_within_s = silence_in(messages[0].fields)
+            self._is_greeted = True
+            return messages[1:]
         return messages
 
-    async def beat(self) -> None:
-        """Send beats until this is cancelled.
+    async def run(self) -> None:
+        """Send until this is cancelled.
 
         Raises:
-            MigrationAborted: the link is broken.
+            MigrationAborted: the link is broken, or the other end was silent.
         """
-        while True:
-            await self.send()
-            await anyio.sleep(self._silence_s / _BEATS)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._inbox.watch)
+            await self._outbox.run()

@@ -11,13 +11,14 @@ The numbers of a step, which are most of what is sent, are its payload.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import cast
 
 import torch
 
 from hotswap.backends.fields import Fields
 from hotswap.backends.remote.messages import Message, Said, said
+from hotswap.backends.remote.values import flag
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.forward import Piece, Work
 from hotswap.backends.torch.kv import LayerShape
@@ -30,6 +31,7 @@ from hotswap.backends.torch.parallel.messages import (
     Failed,
     GetStats,
     OpenCache,
+    ReadTotal,
     ReadWeights,
     Reply,
     Setup,
@@ -216,7 +218,7 @@ def said_reply(part: int, reply: Reply) -> Said:
         case Done():
             return said("done", reply.number, {
                 "part": part, "layers": _layer_lists(reply.layers), "called": list(reply.called),
-                "sent_bytes": reply.sent_bytes,
+                "sent_bytes": reply.sent_bytes, "read": None if reply.read is None else asdict(reply.read),
             })  # fmt: skip
         case Failed():
             return said("failed", reply.number, {
@@ -245,7 +247,7 @@ def event_of(message: Message, tp: int) -> Ended | tuple[int, Reply]:
             case "done":
                 layers = _layers_of(fields, fields.get("layers"))
                 called, sent = fields.sizes("called"), fields.size("sent_bytes")
-                return part, Done(message.number, layers, called, sent)
+                return part, Done(message.number, layers, called, sent, _read_total_of(fields))
             case "failed":
                 texts = fields.text("kind"), fields.text("message"), fields.text("traceback")
                 return part, Failed(message.number, *texts, bool(fields.get("ends")))
@@ -254,6 +256,13 @@ def event_of(message: Message, tp: int) -> Ended | tuple[int, Reply]:
                 return Ended(part, code if isinstance(code, int) else None, fields.text("output"))
             case _:
                 raise ProtocolError(f"{message.verb[:40]!r} is no reply")
+
+
+def _read_total_of(fields: Fields) -> ReadTotal | None:
+    if fields.get("read") is None:
+        return None
+    read = fields.record("read")
+    return ReadTotal(read.size("num_bytes"), read.text("tier"), flag(read, "buffered"))
 
 
 # ---------------------------------------------------------------------- values

@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskStatus
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from hotswap.backends.remote.messages import Said
+from hotswap.backends.remote.messages import Said, taking
 from hotswap.backends.torch.parallel import link_messages
 from hotswap.backends.torch.parallel.grid import RankPosition
 from hotswap.backends.torch.parallel.link import StageLink
@@ -22,7 +22,7 @@ from hotswap.backends.torch.parallel.link_messages import Ended, event_of, said_
 from hotswap.backends.torch.parallel.messages import NumberedCommand, Reply
 from hotswap.backends.torch.parallel.nodes import StageNode
 from hotswap.backends.torch.parallel.stage_ranks import RankState, Source, StageRanks, lost
-from hotswap.backends.transports.link_errors import ProtocolError, reason_in
+from hotswap.backends.transports.link_errors import first_reason_in, reason_in
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted
 
 __all__ = ["LinkedRanks"]
@@ -96,11 +96,7 @@ class LinkedRanks(StageRanks):
     def send(self, messages: Sequence[NumberedCommand], files: Sequence[Sequence[int]]) -> None:
         said = said_commands(messages[0].number, [message.command for message in messages])
         assert self._portal is not None, "it was opened"
-        try:
-            self._portal.call(self._say, said)
-        except MigrationAborted:
-            for rank in self.ranks:
-                rank.ended = True
+        self._portal.call(self._say, said)
 
     @property
     def wakeup(self) -> socket.socket:
@@ -197,24 +193,17 @@ class LinkedRanks(StageRanks):
             return repr(exc)
 
     async def _received(self, link: StageLink) -> str:
-        """Take what the host says, and send beats; return why the link has ended."""
+        """Take what the host says; return why the link has ended."""
         reason = ""
-
-        async def beat() -> None:
-            with suppress(MigrationAborted):  # `receive` tells the reason
-                await link.beat()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(beat)
-            try:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(link.run)
                 while True:
                     for message in await link.receive():
-                        self._take(event_of(message, len(self.ranks)))
-            except MigrationAborted as exc:
-                reason = reason_in(exc)
-            except ProtocolError as exc:
-                reason = str(exc)
-            tasks.cancel_scope.cancel()
+                        with taking(message):
+                            self._take(event_of(message, len(self.ranks)))
+        except* MigrationAborted as errors:
+            reason = first_reason_in(errors)
         return reason
 
     def _take(self, event: Ended | tuple[int, Reply]) -> None:
@@ -239,15 +228,15 @@ class LinkedRanks(StageRanks):
         with suppress(BlockingIOError):  # it is full of bytes, and so readable
             self._its_wakeup.send(b"!")
 
-    async def _say(self, said: Said) -> None:
+    def _say(self, said: Said) -> None:
         assert self._link is not None, "it was opened"
-        await self._link.send(said)
+        self._link.say(said)
 
     async def _end(self) -> None:
         """Have the host end its ranks and the link, and end the link if it does not."""
         if self._link is not None:
-            with anyio.move_on_after(_END_S), suppress(MigrationAborted):
-                await self._link.send(link_messages.end())
+            self._link.say(link_messages.end())
+            with anyio.move_on_after(_END_S):
                 await self._has_ended.wait()
         if self._scope is not None:
             self._scope.cancel()

@@ -38,6 +38,7 @@ from hotswap.backends.torch.parallel.shared import SharedMemory
 from hotswap.backends.torch.parallel.weights import PartWeights, Reader, digest_of
 from hotswap.backends.torch.weights import check_world_size
 from hotswap.errors import InstanceLost, OutOfMemory, UnsupportedModel
+from hotswap.metered_store import MeteredStore
 from hotswap.model import Manifest, ModelCard
 from hotswap.store import WeightStore
 from hotswap.worker_threads import run_in_thread
@@ -261,7 +262,7 @@ class RankedLoader(Loader):
         failures = list[Exception]()
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._read_elsewhere, manifest, failures, tasks.cancel_scope)
+                tasks.start_soon(self._read_elsewhere, manifest, store, failures, tasks.cancel_scope)
                 try:
                     weights = await reader.read(store)
                 except Exception as exc:
@@ -279,11 +280,14 @@ class RankedLoader(Loader):
         return weights
 
     async def _read_elsewhere(
-        self, manifest: Manifest, failures: list[Exception], scope: anyio.CancelScope
+        self, manifest: Manifest, store: WeightStore, failures: list[Exception], scope: anyio.CancelScope
     ) -> None:
         try:
             digest = await run_in_thread(digest_of, manifest)
-            await self._ranks.read_elsewhere(ReadWeights(manifest.model, digest, self._dtype))
+            command = ReadWeights(manifest.model, digest, self._dtype)
+            for read in await self._ranks.read_elsewhere(command):
+                if isinstance(store, MeteredStore):
+                    store.count(read.num_bytes, read.tier, buffered=read.buffered)
         except Exception as exc:
             failures.append(exc)
             scope.cancel()

@@ -25,6 +25,7 @@ __all__ = [
     "GetStats",
     "NumberedCommand",
     "OpenCache",
+    "ReadTotal",
     "ReadWeights",
     "Reply",
     "Setup",
@@ -144,6 +145,21 @@ class NumberedCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadTotal:
+    """What a host has read for `ReadWeights`, as `MeteredStore` counts it.
+
+    Attributes:
+        num_bytes: The bytes, of all ranks of the stage together.
+        tier: The tier that had the last of them.
+        buffered: Whether any went through the page cache.
+    """
+
+    num_bytes: int
+    tier: str
+    buffered: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The reply to a command that succeeded.
 
@@ -152,12 +168,14 @@ class Done:
         layers: The KV cache entry of a token in each layer of the stage, for layers used so far.
         called: The layers that called attention in a step, in order.
         sent_bytes: The bytes that the rank has sent to the next stage since it started.
+        read: What was read for a `ReadWeights`, in the reply of one rank of the stage; else `None`.
     """
 
     number: int
     layers: tuple[LayerShape, ...] = ()
     called: tuple[int, ...] = ()
     sent_bytes: int = 0
+    read: ReadTotal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from anyio.lowlevel import checkpoint
 
+from hotswap.backends.remote.silence import check_silence
 from hotswap.backends.transports.serving import LinkOpener
-from hotswap.checks import check_callables, check_positive_seconds, check_strings
+from hotswap.checks import check_callables, check_strings
 from hotswap.errors import ConfigError
 from hotswap.transport import Channel
 
@@ -29,7 +30,7 @@ class StageNode(Protocol):
 
     @property
     def silence_s(self) -> float:
-        """How long the link may be silent before the node counts as lost; the same as the host's."""
+        """How long the link may be silent before the node counts as lost; the host is told."""
         ...
 
     async def open(self) -> Channel:
@@ -62,7 +63,7 @@ class LinkedNode:
     Args:
         name: What the node is called in messages, such as its address.
         open_link: Opens a link to its host: `partial(connect_tcp, "10.0.0.7", 7000, secret=secret)`.
-        silence_s: How long the link may be silent before the node counts as lost; the same as the host's.
+        silence_s: How long the link may be silent before the node counts as lost; the host is told.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -75,7 +76,7 @@ class LinkedNode:
     def __post_init__(self) -> None:
         check_strings(ConfigError, name=self.name)
         check_callables(ConfigError, open_link=self.open_link)
-        check_positive_seconds(ConfigError, silence_s=self.silence_s)
+        check_silence(self.silence_s)
 
     async def open(self) -> Channel:
         return await self.open_link()

@@ -21,6 +21,7 @@ from hotswap.backends.torch.parallel.messages import (
     Done,
     Failed,
     NumberedCommand,
+    ReadTotal,
     ReadWeights,
     Setup,
     Step,
@@ -147,8 +148,8 @@ class Ranks:
         self._send(self._stages, commands, files)
         return self._collect(self._ranks, self._number)
 
-    async def read_elsewhere(self, command: ReadWeights) -> None:
-        """Have the hosts of all stages elsewhere read the weights of their ranks.
+    async def read_elsewhere(self, command: ReadWeights) -> list[ReadTotal]:
+        """Have the hosts of all stages elsewhere read the weights of their ranks; return what each has read.
 
         A cancelled call leaves them reading; the next `Drop` ends that.
 
@@ -164,7 +165,9 @@ class Ranks:
             while any(self._number not in rank.inbox and not rank.ended for rank in stage.ranks):
                 await anyio.wait_readable(stage.wakeup)
                 stage.receive(stage.sources())
-        await run_in_thread(self._collect, [rank for stage in linked for rank in stage.ranks], self._number)
+        ranks = [rank for stage in linked for rank in stage.ranks]
+        replies = await run_in_thread(self._collect, ranks, self._number)
+        return [reply.read for reply in replies if reply.read is not None]
 
     def submit(self, step: Step) -> int:
         """Send a step to all ranks, and return its number.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from hotswap import Model, ModelId, Request, RequestId, Sampling
-from hotswap.abc import Manifest, ModelCard, WeightStore
+from hotswap import Fleet, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import Engine, Manifest, ModelCard, WeightStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel.loader import RankedLoader
+from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
 from tests.backends.torch.zoo import VOCABULARY
 from tests.patience import PATIENCE_S
 
@@ -33,6 +35,41 @@ def make_engine(name: str = "e0", **options: Any) -> TorchEngine:
         "rank_timeout_s": PATIENCE_S,
     }
     return TorchEngine(name, **(given | options))
+
+
+class Clients:
+    """Streams of the model "m" from a fleet, beside each other.
+
+    Attributes:
+        received: The tokens of each so far.
+        hops: On how many instances each was.
+    """
+
+    def __init__(self, engines: Sequence[Engine], store: WeightStore, prompts: list[list[int]]) -> None:
+        self.received: list[list[int]] = [[] for _ in prompts]
+        self.hops = [0] * len(prompts)
+        self.fleet = Fleet(
+            engines=engines,
+            store=store,
+            models=[Model("m", min_replicas=len(engines))],
+            router=LeastLoadedRouter(),
+            scheduler=RestoreMinReplicas(),
+            interval_s=0.05,
+        )
+        self._prompts = prompts
+
+    @property
+    def num_received(self) -> int:
+        return sum(map(len, self.received))
+
+    async def read(self, at: int, num_tokens: int, came: Callable[[], None] = lambda: None) -> None:
+        """Read one of them; `came` is called after each token."""
+        prompt = tuple(self._prompts[at])
+        async with self.fleet.stream("m", prompt, Sampling(max_tokens=num_tokens)) as tokens:
+            async for token in tokens:
+                self.received[at].append(token.id)
+                came()
+            self.hops[at] = tokens.num_hops
 
 
 def loader_of(engine: TorchEngine) -> RankedLoader:

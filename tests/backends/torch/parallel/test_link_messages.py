@@ -27,6 +27,7 @@ from hotswap.backends.torch.parallel.messages import (
     Failed,
     GetStats,
     OpenCache,
+    ReadTotal,
     ReadWeights,
     Reply,
     Setup,
@@ -84,7 +85,12 @@ def test_a_step_arrives_with_its_numbers() -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    [Done(4, LAYERS, (0, 2, 1), 99), Done(4), Failed(4, "OutOfMemory", "None.", "a b", ends=True)],
+    [
+        Done(4, LAYERS, (0, 2, 1), 99),
+        Done(4),
+        Done(4, read=ReadTotal(1 << 40, "disk", buffered=True)),
+        Failed(4, "OutOfMemory", "None.", "a b", ends=True),
+    ],
 )
 def test_replies_arrive(reply: Reply) -> None:
     assert event_of(arrived(said_reply(1, reply)), 2) == (1, reply)
@@ -122,6 +128,7 @@ def test_nonsense_of_an_engine_is_refused(message: Said) -> None:
     [
         said("done", 1, {"part": 2, "layers": [], "called": [], "sent_bytes": 0}),
         said("done", 1, {"part": 0, "layers": 7, "called": [], "sent_bytes": 0}),
+        said("done", 1, {"part": 0, "layers": [], "called": [], "sent_bytes": 0, "read": {"num_bytes": -1}}),
         said("failed", 1, {"part": 0, "kind": 1}),
         said("step", 1, {"part": 0}),
     ],

@@ -14,15 +14,14 @@ import anyio.to_thread
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from hotswap import Fleet, InstanceState, Model, Sampling
+from hotswap import InstanceState
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch.parallel import local_ranks
 from hotswap.backends.torch.parallel.local_ranks import LocalRanks
 from hotswap.backends.torch.parallel.messages import Setup
 from hotswap.backends.torch.parallel.processes import Ranks, RemoteTraceback
 from hotswap.errors import InstanceLost
-from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
-from tests.backends.torch.parallel.support import add, loader_of, make_engine, make_prompts
+from tests.backends.torch.parallel.support import Clients, add, loader_of, make_engine, make_prompts
 from tests.backends.torch.zoo import generate, make_model
 
 NUM_TOKENS = 60
@@ -41,36 +40,23 @@ async def test_streams_of_a_killed_rank_continue_elsewhere_and_the_instance_rest
     add(tmp_path / "store", "m", model)
     prompts = make_prompts(6, 3, 17, 40, 90, 25, 60)
     expected = [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
-    received: list[list[int]] = [[] for _ in prompts]
-    hops: list[int] = [0] * len(prompts)
     killed: list[int] = []
     ranked, single = make_engine("ranked", pp=2), make_engine("single")
-    fleet = Fleet(
-        engines=[ranked, single],
-        store=NvmeStore(tmp_path / "store"),
-        models=[Model("m", min_replicas=2)],
-        router=LeastLoadedRouter(),
-        scheduler=RestoreMinReplicas(),
-        interval_s=0.05,
-    )
+    clients = Clients([ranked, single], NvmeStore(tmp_path / "store"), prompts)
 
-    async def read(at: int) -> None:
-        async with fleet.stream("m", tuple(prompts[at]), Sampling(max_tokens=NUM_TOKENS)) as tokens:
-            async for token in tokens:
-                received[at].append(token.id)
-                if not killed and ranked.status().num_running and sum(map(len, received)) > 30:
-                    killed.append(loader_of(ranked).pids[1])
-                    os.kill(killed[0], signal.SIGKILL)
-            hops[at] = tokens.num_hops
+    def kill_once() -> None:
+        if not killed and ranked.status().num_running and clients.num_received > 30:
+            killed.append(loader_of(ranked).pids[1])
+            os.kill(killed[0], signal.SIGKILL)
 
-    async with fleet:
+    async with clients.fleet as fleet:
         await fleet.ready()
         first_pids = loader_of(ranked).pids
         async with anyio.create_task_group() as tasks:
             for at in range(len(prompts)):
-                tasks.start_soon(read, at)
-        assert received == expected
-        assert max(hops) == 2, "some were on the instance that was lost"
+                tasks.start_soon(clients.read, at, NUM_TOKENS, kill_once)
+        assert clients.received == expected
+        assert max(clients.hops) == 2, "some were on the instance that was lost"
         while ranked.status().state is not InstanceState.SERVING:  # noqa: ASYNC110 - another process starts
             await anyio.sleep(0.05)
         last_pids = loader_of(ranked).pids

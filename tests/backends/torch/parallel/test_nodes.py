@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import anyio
 import pytest
 import pytest_asyncio
 
-from hotswap import InstanceState
+from hotswap import InstanceState, ModelId
 from hotswap.abc import HostChunk, Shard, WrapperStore
 from hotswap.backends.remote.messages import said
 from hotswap.backends.stores import NvmeStore
@@ -24,6 +24,7 @@ from hotswap.backends.torch.parallel.link import StageLink
 from hotswap.backends.torch.parallel.link_messages import said_commands
 from hotswap.backends.torch.parallel.messages import Setup
 from hotswap.errors import ConfigError, InstanceLost, ShardCorrupt
+from hotswap.metered_store import MeteredStore
 from tests.backends.torch.parallel.nodes import ADDRESS, HostProcess, children, host_process
 from tests.backends.torch.parallel.support import (
     add,
@@ -96,6 +97,16 @@ async def test_two_stages_of_two_nodes_give_the_tokens_of_one_process(
             sent = [now - then for then, now in zip(before, after, strict=True)]
             assert sent == [HIDDEN_SIZE * (len(prompt) + NUM_TOKENS - 1) * 4 // 2] * 2 + [0] * 2
     await host.no_ranks()
+
+
+async def test_a_load_counts_what_the_nodes_have_read(host: HostProcess, store: NvmeStore) -> None:
+    here = MeteredStore(store)
+    everywhere = MeteredStore(here)
+    async with engine_over(host.node) as engine, serving(engine, everywhere, "llama"):
+        manifest = await store.manifest(ModelId("llama"))
+        assert here.num_bytes == sum(shard.size_bytes for shard in manifest.shards)
+        assert everywhere.num_bytes == 2 * here.num_bytes, "each of the nodes reads the one shard of a part"
+        assert everywhere.tier == "nvme"
 
 
 async def test_a_node_between_the_first_and_the_last_stage(roots: dict[int, Path]) -> None:
@@ -250,14 +261,23 @@ async def test_ranks_end_when_their_engine(how: str, roots: dict[int, Path]) -> 
     silence_s = 1.0 if how == "falls silent" else PATIENCE_S
     async with host_process(roots[2], silence_s=silence_s) as host, await host.connect() as channel:
         link = StageLink(channel, silence_s)
-        await link.send(said_commands(1, [a_setup(rank) for rank in (0, 1)]))
-        while len(host.ranks()) < 2:  # noqa: ASYNC110 - another process starts them
-            await anyio.sleep(0.01)
-        if how == "closes":
-            await channel.aclose()
-        elif how == "says nonsense":
-            await link.send(said("step", 2, {"pieces": 7}))
+        link.say(said_commands(1, [a_setup(rank) for rank in (0, 1)]))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(unless_broken, link)
+            while len(host.ranks()) < 2:  # noqa: ASYNC110 - another process starts them
+                await anyio.sleep(0.01)
+            if how == "closes":
+                await channel.aclose()
+            elif how == "says nonsense":
+                link.say(said("step", 2, {"pieces": 7}))
+            else:
+                tasks.cancel_scope.cancel()
         await host.no_ranks()
+
+
+async def unless_broken(link: StageLink) -> None:
+    with suppress(BaseExceptionGroup):
+        await link.run()
 
 
 def a_setup(rank: int) -> Setup:
