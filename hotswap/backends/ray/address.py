@@ -1,4 +1,4 @@
-"""`Address`: where an actor serves its engine and its store."""
+"""`Address`: where an actor serves an engine, or a stage of one, and its store."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["Address"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where an actor serves its engine and its store; only calls of Ray tell the secret.
+    """Where an actor serves an engine, or a stage of one, and its store; only calls of Ray tell the secret.
 
     Attributes:
         node: The address of its node.
-        engine_port: Where the engine is served.
+        port: Where the engine or the stage is served.
         store_port: Where its store is served.
         key: Of the secret of both.
         pid: The id of its process, on that node.
     """
 
     node: str
-    engine_port: int
+    port: int
     store_port: int
     key: bytes = field(repr=False)
     pid: int
 
-    async def link_to_engine(self) -> Channel:
-        """Open a link to the engine; raises `MigrationAborted`."""
-        return await connect_tcp(self.node, self.engine_port, secret=LinkSecret(self.key))
+    async def link(self) -> Channel:
+        """Open a link to the engine or the stage; raises `MigrationAborted`."""
+        return await connect_tcp(self.node, self.port, secret=LinkSecret(self.key))
 
     async def link_to_store(self) -> Channel:
         """Open a link to the store; raises `MigrationAborted`."""

@@ -1,11 +1,12 @@
 """What is asked of Ray, which has no types: nodes, actors, and the answers of actors.
 
-Calls that wait for Ray's head run in worker threads, so that an event loop never does.
+Calls that wait for Ray's head run in threads, so that an event loop never does.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,9 +14,9 @@ from typing import Any, Final, TypeAlias
 
 import anyio
 
+from hotswap.backends.ray.daemon_thread import in_daemon_thread
 from hotswap.backends.transports.link_errors import ENDED
 from hotswap.errors import ConfigError
-from hotswap.worker_threads import run_in_thread
 
 __all__ = [
     "Actor",
@@ -47,6 +48,7 @@ RayError: Final[type[Exception]] = _ray.exceptions.RayError
 log = logging.getLogger("hotswap")
 
 _MAX_REASON = 300
+_KILL_S = 5.0  # that Ray may take to kill an actor, which needs its head
 # From the end of a link until Ray tells that the process has ended: if the link was closed by the process, as
 # its end does, and otherwise.
 _CLOSED_NOTICE_S, _NOTICE_S = 2.0, 0.1
@@ -90,7 +92,7 @@ async def alive_nodes() -> list[RayNode]:
             labels=dict(node.get("Labels") or {}),
             resources={str(name): float(amount) for name, amount in node["Resources"].items()},
         )
-        for node in await run_in_thread(_ray.nodes, abandon_on_cancel=True)
+        for node in await in_daemon_thread(_ray.nodes)
         if node["Alive"]
     ]
     return sorted(nodes, key=lambda node: (node.name, node.id))
@@ -101,14 +103,49 @@ def on_node(node: RayNode) -> object:
     return _strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
 
 
-def make_actor(kind: type, options: Mapping[str, object], *args: object) -> Actor:
-    """Have Ray make an actor, or find the one of its name; it may wait for the head, but not for a place."""
-    return _ray.remote(kind).options(**options).remote(*args)
+async def make_actor(kind: type, options: Mapping[str, object], what: str, *args: object) -> Actor:
+    """Have Ray make an actor, or find the one of its name; it may wait for the head, but not for a place.
+
+    A cancellation returns at once, and what Ray makes nevertheless is killed then.
+    """
+    making = _Making(kind, options, args)
+    try:
+        return await in_daemon_thread(making.make)
+    except BaseException:
+        if (made := making.abandon()) is not None:
+            await kill_actor(made, what)
+        raise
+
+
+class _Making:
+    """An actor that is made in a thread, and may be wanted no more when it is there."""
+
+    def __init__(self, kind: type, options: Mapping[str, object], args: tuple[object, ...]) -> None:
+        self._kind, self._options, self._args = kind, options, args
+        self._lock = threading.Lock()
+        self._made: Actor = None
+        self._is_wanted = True
+
+    def make(self) -> Actor:
+        """Make it, and kill it if it is wanted no more. Blocking."""
+        made = _ray.remote(self._kind).options(**self._options).remote(*self._args)
+        with self._lock:
+            self._made = made
+            is_wanted = self._is_wanted
+        if not is_wanted:
+            _ray.kill(made)
+        return made
+
+    def abandon(self) -> Actor | None:
+        """Have it killed as soon as it is made; return it if it is made already."""
+        with self._lock:
+            self._is_wanted = False
+            return self._made
 
 
 async def find_actor(name: str, namespace: str) -> Actor:
     """Return an actor by its name; raise `ValueError` if there is none."""
-    return await run_in_thread(_ray.get_actor, name, namespace, abandon_on_cancel=True)
+    return await in_daemon_thread(_ray.get_actor, name, namespace)
 
 
 async def actor_names(namespace: str) -> list[str]:
@@ -117,7 +154,7 @@ async def actor_names(namespace: str) -> list[str]:
     Raises:
         RayError: the head does not answer.
     """
-    named = await run_in_thread(_ray.util.list_named_actors, True, abandon_on_cancel=True)
+    named = await in_daemon_thread(_ray.util.list_named_actors, True)
     return [str(each["name"]) for each in named if each["namespace"] == namespace]
 
 
@@ -134,12 +171,21 @@ async def end_actor(actor: Actor, what: str, *, end_s: float) -> None:
 
 
 async def kill_actor(actor: Actor, what: str) -> None:
-    """End the process of an actor, or have it never started; not cancelled."""
-    with anyio.CancelScope(shield=True):
+    """End the process of an actor, or have it never started; not cancelled.
+
+    Without Ray's head this returns after 5 s, and the process ends when the head is back, or with its node.
+    """
+    with anyio.move_on_after(_KILL_S, shield=True) as limit:
         try:
-            await run_in_thread(_ray.kill, actor)
+            await in_daemon_thread(_ray.kill, actor)
         except RayError as exc:
             log.warning("The actor of %s was not killed; %s.", what, reason_of(exc))
+    if limit.cancelled_caught:
+        log.warning(
+            "The actor of %s is not killed yet: the head of Ray's cluster does not answer for %g s.",
+            what,
+            _KILL_S,
+        )
 
 
 async def reason_of_silence(actor: Actor, silence_s: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final, Self
 
 import anyio
@@ -16,6 +16,7 @@ from hotswap.backends.ray.cluster import (
     RayError,
     check_connected,
     end_actor,
+    find_actor,
     kill_actor,
     make_actor,
     reason_of,
@@ -27,7 +28,6 @@ from hotswap.backends.remote import RemoteEngine
 from hotswap.checks import check_callables, check_positive_seconds, check_strings
 from hotswap.errors import ConfigError, InstanceLost, MigrationAborted
 from hotswap.transport import Channel
-from hotswap.worker_threads import run_in_thread
 
 __all__ = ["NAMESPACE", "OWN_OPTIONS", "RayEngine"]
 
@@ -52,7 +52,8 @@ class RayEngine(RemoteEngine):
 
     When its process, its node or the link is lost, or says nothing for `silence_s`, the engine is LOST with
     the reason. `unload`, which a fleet calls, opens another link to an actor that lives, and has another
-    actor started for one that does not. Everything else is as of `RemoteEngine`, whose `node` is the address
+    actor started for one that does not, and for one whose engine is LOST and does not come back by its own
+    `unload`. Everything else is as of `RemoteEngine`, whose `node` is the address
     of the Ray node. Ray itself restarts and retries nothing.
 
     Args:
@@ -102,6 +103,8 @@ class RayEngine(RemoteEngine):
         self._make_engine, self._make_store = make_engine, make_store
         self._detached, self._namespace = detached, namespace
         self._place_s, self._end_s = start_s, end_s
+        self._name = f"hotswap/{id}"
+        self._is_found = False  # and was not made here
         self._actor: Actor | None = None
         self._address: Address | None = None
 
@@ -143,7 +146,12 @@ class RayEngine(RemoteEngine):
         except RayError as exc:
             await self._kill()
             raise InstanceLost(f"Engine {self.id!r} did not start; {reason_of(exc)}.") from exc
+        except Exception:
+            await self._kill()
+            raise
         except BaseException:
+            if self._is_found:  # it serves on, for the next controller
+                self._actor = None
             await self._kill()
             raise
         self._status.move(self._address.node)
@@ -156,7 +164,7 @@ class RayEngine(RemoteEngine):
 
     async def open_channel(self) -> Channel:
         try:
-            return await self._located().link_to_engine()
+            return await self._located().link()
         except MigrationAborted as exc:
             if because := await self._reason_of_loss(""):
                 raise InstanceLost(f"Engine {self.id!r} is lost: {because}.") from exc
@@ -183,8 +191,11 @@ class RayEngine(RemoteEngine):
     async def _placed(self) -> Address:
         """Return where the actor serves the engine, once it does."""
         if self._actor is None:
-            await run_in_thread(self._make, abandon_on_cancel=True)  # it waits for the head, if that is lost
-        assert self._actor is not None, "it was made"
+            self._actor = await self._found()
+            self._is_found = self._actor is not None
+        if self._actor is None:
+            self._actor = await self._made()
+        assert self._actor is not None, "it was found or made"
         self._actor.run.remote()
         address = await self._actor.address.remote()
         if not isinstance(address, Address):
@@ -194,8 +205,15 @@ class RayEngine(RemoteEngine):
             )
         return address
 
-    def _make(self) -> None:
-        name = f"hotswap/{self.id}" if self._detached else f"hotswap/{self.id}/{secrets.token_hex(8)}"
+    async def _found(self) -> Actor | None:
+        """Return the detached actor that an earlier controller has left; `None` if there is none."""
+        if self._detached:
+            with suppress(ValueError):
+                return await find_actor(self._name, self._namespace)
+        return None
+
+    async def _made(self) -> Actor:
+        name = self._name if self._detached else f"{self._name}/{secrets.token_hex(8)}"
         served = ServedEngine(
             id=self.id,
             make_engine=self._make_engine,
@@ -213,13 +231,20 @@ class RayEngine(RemoteEngine):
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        self._actor = make_actor(EngineActor, {"num_cpus": 1, **self._options, **own}, served)
+        options = {"num_cpus": 1, **self._options, **own}
+        return await make_actor(EngineActor, options, f"engine {self.id!r}", served)
 
     async def _kill(self) -> None:
         """End the process of the actor, if there is one."""
         actor, self._actor, self._address = self._actor, None, None
         if actor is not None:
             await kill_actor(actor, f"engine {self.id!r}")
+
+    async def _end_host(self, because: str) -> bool:
+        log.warning("The actor of engine %r is replaced: %s", self.id, because)
+        with anyio.CancelScope(shield=True):
+            await self.stop()
+        return True
 
     async def _reason_of_silence(self) -> str:
         """Return why the actor cannot serve; "" if it answers."""

@@ -19,7 +19,7 @@ from hotswap.backends.ray.address import Address
 from hotswap.backends.ray.cluster import RayError, find_actor, own_address, reason_of
 from hotswap.backends.ray.peer_nodes import PeerNodes
 from hotswap.backends.remote import EngineHost, PeerLinks
-from hotswap.backends.transports import LinkSecret, serve_tcp
+from hotswap.backends.transports import ChannelHandler, LinkSecret, serve_tcp
 from hotswap.engine import Engine
 from hotswap.errors import MigrationAborted
 from hotswap.store import WeightStore
@@ -97,7 +97,28 @@ class HostActor(ABC):
 
     @abstractmethod
     async def _serve(self) -> None:
-        """Serve until `_stopping` is set, and `_tell` where."""
+        """Make what is served, and `_serve_links`."""
+
+    async def _serve_links(
+        self, serve: ChannelHandler, store: WeightStore, actor: str, namespace: str
+    ) -> None:
+        """Serve links to what the actor has, and to its store, until `stop` is called.
+
+        Args:
+            serve: Serves one link to what it has.
+            store: Its store. Peer stores in it read from the nodes of other actors.
+            actor: The name of this actor.
+            namespace: Of the names of actors.
+        """
+        node, secret = own_address(), LinkSecret(self._key)
+        async with anyio.create_task_group() as links:
+            links.start_soon(PeerNodes(peer_stores(store), actor, namespace).follow)
+            served = partial(serve_tcp, secret=secret)
+            port = await links.start(served, serve, node)
+            store_port = await links.start(served, StoreHost(node, store).serve, node)
+            self._tell(Address(node=node, port=port, store_port=store_port, key=self._key, pid=os.getpid()))
+            await self._stopping.wait()
+            links.cancel_scope.cancel()
 
     def _tell(self, address: object) -> None:
         self._address = address
@@ -112,22 +133,12 @@ class EngineActor(HostActor):
         self._served = served
 
     async def _serve(self) -> None:
-        served, node = self._served, own_address()
+        served = self._served
         store, engine = served.make_store(), served.make_engine()
-        async with store, engine, anyio.create_task_group() as links:
-            serve = partial(serve_tcp, secret=LinkSecret(self._key))
+        async with store, engine:
             host = EngineHost(engine, store, silence_s=served.silence_s)
             host.peers = _ActorPeers(served.actor, served.namespace)
-            links.start_soon(PeerNodes(peer_stores(store), served.actor, served.namespace).follow)
-            engine_port = await links.start(serve, host.serve, node)
-            store_port = await links.start(serve, StoreHost(node, store).serve, node)
-            self._tell(
-                Address(
-                    node=node, engine_port=engine_port, store_port=store_port, key=self._key, pid=os.getpid()
-                )
-            )
-            await self._stopping.wait()
-            links.cancel_scope.cancel()
+            await self._serve_links(host.serve, store, served.actor, served.namespace)
 
 
 class _ActorPeers(PeerLinks):
@@ -142,7 +153,7 @@ class _ActorPeers(PeerLinks):
         if known is None:
             known = self._known[address] = await self._ask(address)
         try:
-            return await known.link_to_engine()
+            return await known.link()
         except MigrationAborted:
             del self._known[address]  # it may have started anew
             raise

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import anyio
 
+from hotswap.backends.ray.address import Address
 from hotswap.backends.ray.cluster import (
     Actor,
     RayError,
@@ -19,17 +17,15 @@ from hotswap.backends.ray.cluster import (
     kill_actor,
     make_actor,
     other_nodes,
-    own_address,
     reason_of,
     reason_of_loss,
 )
 from hotswap.backends.ray.engine import NAMESPACE, OWN_OPTIONS
 from hotswap.backends.ray.host import HostActor, StoreMaker
-from hotswap.backends.transports import LinkSecret, connect_tcp, serve_tcp
+from hotswap.backends.remote.silence import check_silence
 from hotswap.checks import check_callables, check_positive_seconds, check_strings
 from hotswap.errors import ConfigError, InstanceLost
 from hotswap.transport import Channel
-from hotswap.worker_threads import run_in_thread
 
 __all__ = ["RayStage"]
 
@@ -37,34 +33,20 @@ _PLACES: Final = frozenset({"label_selector", "scheduling_strategy"})
 _END_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StageAddress:
-    """Where an actor serves its node's ranks; only calls of Ray tell the secret."""
-
-    node: str
-    port: int
-    key: bytes = field(repr=False)
-    pid: int
-
-
 class StageActor(HostActor):
     """The class of the actors of stages, which `RayStage` makes."""
 
-    def __init__(self, make_store: StoreMaker, silence_s: float) -> None:
+    def __init__(self, make_store: StoreMaker, silence_s: float, actor: str, namespace: str) -> None:
         super().__init__("The host of a stage")
         self._make_store, self._silence_s = make_store, silence_s
+        self._actor, self._namespace = actor, namespace
 
     async def _serve(self) -> None:
         from hotswap.backends.torch import StageHost
 
-        node = own_address()
-        async with self._make_store() as store, anyio.create_task_group() as links:
+        async with self._make_store() as store:
             host = StageHost(store, silence_s=self._silence_s)
-            serve = partial(serve_tcp, secret=LinkSecret(self._key))
-            port = await links.start(serve, host.serve, node)
-            self._tell(_StageAddress(node=node, port=port, key=self._key, pid=os.getpid()))
-            await self._stopping.wait()
-            links.cancel_scope.cancel()
+            await self._serve_links(host.serve, store, self._actor, self._namespace)
 
 
 class RayStage:
@@ -78,7 +60,8 @@ class RayStage:
     RayEngine("e0", make_engine, make_store, options={"num_gpus": 8})
     ```
 
-    An actor there starts the ranks, which read their weights from the store of its node. It is placed anew at
+    An actor there starts the ranks, which read their weights from the store of its node; a `PeerStore` in it
+    reads from the nodes of other actors, and they from this one. It is placed anew at
     each start of the engine, also after a loss, and ends with it, or when the engine's process does.
 
     Args:
@@ -104,14 +87,15 @@ class RayStage:
     ) -> None:
         check_strings(ConfigError, namespace=namespace)
         check_callables(ConfigError, make_store=make_store)
-        check_positive_seconds(ConfigError, silence_s=silence_s, start_s=start_s)
+        check_silence(silence_s)
+        check_positive_seconds(ConfigError, start_s=start_s)
         self._options = dict(options or {})
         if taken := sorted(OWN_OPTIONS & self._options.keys()):
             raise ConfigError(f"options has {taken[0]!r}, which RayStage sets itself; leave it out.")
         self._make_store, self._namespace = make_store, namespace
         self._silence_s, self._start_s = silence_s, start_s
         self._actor: Actor | None = None
-        self._address: _StageAddress | None = None
+        self._address: Address | None = None
 
     @property
     def name(self) -> str:
@@ -135,12 +119,9 @@ class RayStage:
         self._address = None
         try:
             with anyio.fail_after(self._start_s):
-                await run_in_thread(
-                    self._make, abandon_on_cancel=True
-                )  # it waits for the head, if that is lost
-                assert self._actor is not None, "it was made"
-                self._actor.run.remote()
-                address = await self._actor.address.remote()
+                self._actor = actor = await self._made()
+                actor.run.remote()
+                address = await actor.address.remote()
         except TimeoutError as exc:
             raise InstanceLost(
                 f"Ray gave it no process within {self._start_s:g} s. Either no other node has what it asks "
@@ -148,10 +129,10 @@ class RayStage:
             ) from exc
         except RayError as exc:
             raise InstanceLost(f"It did not start; {reason_of(exc)}.") from exc
-        if not isinstance(address, _StageAddress):
+        if not isinstance(address, Address):
             raise InstanceLost(f"It did not start: {str(address).rstrip('.')}.")
         self._address = address
-        return await connect_tcp(address.node, address.port, secret=LinkSecret(address.key))
+        return await address.link()
 
     async def reason_of_loss(self, reason: str) -> str:
         """Return what Ray knows of the end of the actor, else `reason`."""
@@ -165,16 +146,18 @@ class RayStage:
         elif actor is not None:
             await end_actor(actor, "a stage", end_s=_END_S)
 
-    def _make(self) -> None:
+    async def _made(self) -> Actor:
+        name = f"hotswap/stage/{secrets.token_hex(8)}"
         own = {
-            "name": f"hotswap/stage/{secrets.token_hex(8)}",
+            "name": name,
             "namespace": self._namespace,
             "max_restarts": 0,
             "max_task_retries": 0,
         }
         places = {} if _PLACES & self._options.keys() else {"label_selector": other_nodes()}
         options = {"num_cpus": 1, **places, **self._options, **own}
-        self._actor = make_actor(StageActor, options, self._make_store, self._silence_s)
+        served = self._make_store, self._silence_s, name, self._namespace
+        return await make_actor(StageActor, options, "a stage", *served)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} [{self.name}]>"

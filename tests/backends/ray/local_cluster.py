@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.patience import PATIENCE_S
 
 _DIRECTORY = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path, for sockets
 (_DIRECTORY / "ray").mkdir()
+atexit.register(shutil.rmtree, _DIRECTORY, ignore_errors=True)
 
 # Read when Ray is imported, and by the processes of nodes.
 os.environ.update(
@@ -53,6 +55,9 @@ _STORE_BYTES = 80 << 20
 class LocalCluster:
     """The cluster; its nodes are named by their addresses, and have these as the label "at".
 
+    Args:
+        nodes: The addresses of its nodes, of which the first has the head.
+
     Attributes:
         address: Of the head, for `ray.init`.
         directory: Where the cluster has its files.
@@ -60,16 +65,17 @@ class LocalCluster:
 
     directory = _DIRECTORY
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: tuple[str, ...] = NODES) -> None:
+        self._first = nodes
         self._cluster: Any = Cluster(
             initialize_head=True,
             connect=False,
-            head_node_args={**_arguments(NODES[0]), "include_dashboard": False},
+            head_node_args={**_arguments(nodes[0]), "include_dashboard": False},
         )
         self._processes = set[psutil.Process]()
         self.address = str(self._cluster.address)
-        self._nodes: dict[str, Any] = {NODES[0]: self._cluster.head_node}
-        for node in NODES[1:]:
+        self._nodes: dict[str, Any] = {nodes[0]: self._cluster.head_node}
+        for node in nodes[1:]:
             self._start(node)
         self._cluster.wait_for_nodes()
 
@@ -83,16 +89,23 @@ class LocalCluster:
 
     async def lose(self, node: str) -> None:
         """Kill the processes of a node all at once, and return when Ray knows."""
+        await self._kill(node)
+        await _until(lambda: node not in _alive())
+
+    async def lose_head(self) -> None:
+        """Kill the processes of the node that has the head, after which no part of Ray knows anything new."""
+        await self._kill(self._first[0])
+
+    async def _kill(self, node: str) -> None:
         lost = self._nodes.pop(node)
         self._note_processes()
         await to_thread.run_sync(lambda: self._cluster.remove_node(lost, allow_graceful=False))
-        await _until(lambda: node not in _alive())
 
     async def restore(self) -> None:
         """Bring back what a test has lost of the first nodes, and lose what it has added."""
-        for node in self._nodes.keys() - set(NODES):
+        for node in self._nodes.keys() - set(self._first):
             await self.lose(node)
-        for node in set(NODES) - self._nodes.keys():
+        for node in set(self._first) - self._nodes.keys():
             await self.add(node)
 
     async def alive(self) -> set[str]:
@@ -107,26 +120,29 @@ class LocalCluster:
         """Stop all nodes, and return the processes that have not ended."""
         self._note_processes()
         self._cluster.shutdown()
+        if self._first[0] not in self._nodes:  # processes of Ray look for a lost head for a minute
+            for process in self._processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         left_over: list[psutil.Process] = psutil.wait_procs(self._processes, timeout=60)[1]
-        return left_over
+        return [process for process in left_over if process.status() != psutil.STATUS_ZOMBIE]
 
     def _note_processes(self) -> None:
         self._processes.update(psutil.Process().children(recursive=True))
 
 
 @contextmanager
-def local_cluster() -> Generator[LocalCluster]:
-    """Run a cluster, and connect this process to it; raises if anything is left over."""
+def local_cluster(nodes: tuple[str, ...] = NODES, *, at: str = NODES[0]) -> Generator[LocalCluster]:
+    """Run a cluster, and connect this process to it at a node; raises if anything is left over."""
     shared_before = _shared_memory()
-    cluster = LocalCluster()
+    cluster = LocalCluster(nodes)
     try:
-        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False, _node_ip_address=at)
         yield cluster
     finally:
         ray.shutdown()
         left_over = cluster.stop()
-        shutil.rmtree(_DIRECTORY, ignore_errors=True)
-    assert left_over == []
+    assert left_over == [], f"{left_over}"
     assert _shared_memory() - shared_before == set()
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "CountingEngine",
     "StoreElsewhere",
     "engine_on",
+    "hanging_engine",
     "kill",
     "pair",
     "settled",
@@ -40,6 +41,12 @@ LONG = Sampling(max_tokens=200, ignore_eos=True)
 def sim_engine(id: str) -> SimEngine:
     """An engine of 100 steps a second."""
     return engine_of(id)
+
+
+def hanging_engine(id: str) -> SimEngine:
+    """An engine that is never made."""
+    while True:
+        signal.pause()
 
 
 def sim_store() -> SimStore:

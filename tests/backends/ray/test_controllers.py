@@ -75,7 +75,7 @@ async def test_a_link_without_the_secret_of_the_actor_is_refused(cluster: LocalC
     async with engine_on("127.0.0.3", "secret", detached=True) as engine:
         actor: Any = await to_thread.run_sync(ray.get_actor, "hotswap/secret", "hotswap")
         address = await actor.address.remote()
-        for port in (address.engine_port, address.store_port):
+        for port in (address.port, address.store_port):
             for secret in (None, LinkSecret(b"another secret that is long enough")):
                 link = partial(connect_tcp, address.node, port, secret=secret)
                 with pytest.raises(InstanceLost, match="secret"):

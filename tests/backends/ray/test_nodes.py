@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import anyio
@@ -9,8 +10,8 @@ import pytest
 import ray
 from anyio import to_thread
 
-from hotswap import FleetView, InstanceState, ModelId
-from hotswap.abc import SupportsPrefetch
+from hotswap import FleetView, InstanceState, Model, ModelId
+from hotswap.abc import ModelCard, SupportsPrefetch, WeightStore
 from hotswap.backends.ray import RayEngine, RayEngines
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError, InstanceLost
@@ -20,6 +21,7 @@ from tests.backends.ray.support import (
     LONG,
     PROMPT,
     engine_on,
+    hanging_engine,
     settled,
     sim_engine,
     sim_store,
@@ -36,6 +38,17 @@ def _instances(view: FleetView) -> set[str]:
 
 def _no_engine() -> SimEngine:
     raise ValueError("there is no device 'cuda:9'")
+
+
+class _Doomed(SimEngine):
+    """An engine that its first load costs for good."""
+
+    def __init__(self) -> None:
+        super().__init__("e0")
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        self.lose("its device fails", for_good=True)
+        await super().load(model, store)
 
 
 async def test_a_model_is_placed_where_its_tier_is_fastest_and_elsewhere_when_that_node_dies(
@@ -113,6 +126,51 @@ async def test_an_engine_that_cannot_be_made_is_refused_with_its_reason(cluster:
     with pytest.raises(InstanceLost, match="no device"):
         async with RayEngine("e0", _no_engine, sim_store):
             pass
+
+
+@pytest.mark.parametrize("make", [sim_engine, hanging_engine])
+async def test_a_start_that_is_cancelled_leaves_no_actor(
+    cluster: LocalCluster, make: Callable[[str], SimEngine]
+) -> None:
+    engines = [RayEngine(f"e{number}", partial(make, f"e{number}"), sim_store) for number in range(6)]
+    async with sim_fleet("a", engines=[], scheduler=Idle()) as fleet:
+        for number, engine in enumerate(engines):
+            with anyio.move_on_after(0.1 * number**2) as limit:
+                await fleet.add(engine)
+            if not limit.cancelled_caught:
+                await fleet.remove(engine.id)
+        assert fleet.view().instances == ()
+        await cluster.no_actors()
+    assert {engine.pid for engine in engines} == {None}
+
+
+async def test_a_cancelled_start_leaves_an_actor_alone_that_was_there_before(cluster: LocalCluster) -> None:
+    first = engine_on("127.0.0.3", "kept", detached=True)
+    try:
+        async with first:
+            pid = first.pid
+        for number in range(8):
+            later = engine_on("127.0.0.3", "kept", detached=True)
+            with anyio.move_on_after(0.01 * number):
+                async with later:
+                    assert later.pid == pid
+        last = engine_on("127.0.0.3", "kept", detached=True)
+        async with last:
+            assert last.pid == pid
+    finally:
+        await first.stop()
+
+
+async def test_an_engine_that_cannot_come_back_is_made_anew_in_another_actor(cluster: LocalCluster) -> None:
+    async with RayEngine("e0", _Doomed, sim_store) as engine:
+        old, store = engine.pid, sim_store()
+        card = ModelCard.of(Model("a"), await store.manifest(ModelId("a")))
+        with pytest.raises(InstanceLost, match="its device fails"):
+            await engine.load(card, store)
+        assert engine.status().lost_because == "its device fails"
+        await engine.unload()
+        assert engine.status().state is InstanceState.EMPTY
+        assert engine.pid != old
 
 
 async def test_a_placement_group_spreads_engines_over_nodes(cluster: LocalCluster) -> None:
