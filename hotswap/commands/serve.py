@@ -14,11 +14,15 @@ from pathlib import Path
 import anyio
 
 from hotswap.config import FleetConfig, Serving, build, read_config
+from hotswap.config.reloading import FileSetup, with_overrides
 from hotswap.config.schema import DoorConfig, EngineConfig, ModelConfig, StoreConfig
 from hotswap.door import listen
 from hotswap.errors import ConfigError
 
 __all__ = ["serve"]
+
+# On which the file is read again; Windows has none.
+RELOADS = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -31,11 +35,16 @@ def serve(arguments: argparse.Namespace) -> None:
     files = [source for source in sources if source.endswith(".toml")]
     if files and len(sources) > 1:
         raise ConfigError(f"{files[0]} describes a whole fleet; give it alone.")
-    config = read_config(Path(files[0])) if files else _of_models(arguments)
     door = {name: value for name in ("host", "port") if (value := getattr(arguments, name)) is not None}
-    config = config.model_copy(update={"door": config.door.model_copy(update=door)})
+    path = Path(files[0]) if files else None
+    config = with_overrides(_of_models(arguments) if path is None else read_config(path), door)
+    serving = build(config)
+    if path is not None:
+        serving.front.setup = FileSetup(path, door, config, serving)
     options = {"use_uvloop": find_spec("uvloop") is not None}
-    anyio.run(_run, build(config), backend_options=options)
+    anyio.run(_run, serving, backend_options=options)
+    if serving.tracer_provider is not None:
+        serving.tracer_provider.shutdown()  # sends what is left
 
 
 def _of_models(arguments: argparse.Namespace) -> FleetConfig:
@@ -71,7 +80,7 @@ def _num_gpus() -> int:
 async def _run(serving: Serving) -> None:
     """Serve until a signal; then admit no more, let requests end, close, and stop; a second ends all."""
     door, fleet = serving.door, serving.fleet
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *RELOADS) as signals:
         async with fleet:
             for name, model in serving.aliases:
                 fleet.models.alias(name, model)
@@ -79,16 +88,43 @@ async def _run(serving: Serving) -> None:
             gc.freeze()  # what is loaded by now is not looked at by every collection
             async with listen(serving.app, host=door.host, port=door.port) as port:
                 _tell(_greeting(door, port, [model.id for model in fleet.models]))
-                await anext(signals)
-                _tell(f"Closing: requests under way have {door.grace_s:g} s.")
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_close, serving, tasks.cancel_scope)
-                    await anext(signals)
+                    async for number in signals:
+                        if number not in RELOADS:
+                            break
+                        tasks.start_soon(_reload, serving)
+                    tasks.cancel_scope.cancel()
+                grace_s = _grace_s(serving)
+                _tell(f"Closing: requests under way have {grace_s:g} s.")
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_close, serving, grace_s, tasks.cancel_scope)
+                    while await anext(signals) in RELOADS:
+                        pass
                     tasks.cancel_scope.cancel()
 
 
-async def _close(serving: Serving, all_tasks: anyio.CancelScope) -> None:
-    left = await serving.fleet.close_gracefully(serving.door.grace_s)
+async def _reload(serving: Serving) -> None:
+    """Say what has changed in the file, and apply it."""
+    setup = serving.front.setup
+    if not isinstance(setup, FileSetup):
+        return _tell("There is no file to read again.")
+    try:
+        changes = setup.changes()
+        _tell("\n".join(("The file has changed:", *(f"  {change}" for change in changes or ["in nothing"]))))
+        await setup.reload()
+    except Exception as exc:  # what is wrong with a file ends no request
+        _tell(f"Not applied: {exc}")
+    else:
+        _tell("Applied.")
+
+
+def _grace_s(serving: Serving) -> float:
+    setup = serving.front.setup
+    return setup.config.door.grace_s if isinstance(setup, FileSetup) else serving.door.grace_s
+
+
+async def _close(serving: Serving, grace_s: float, all_tasks: anyio.CancelScope) -> None:
+    left = await serving.fleet.close_gracefully(grace_s)
     _tell(f"Closed; {left} requests had not finished." if left else "Closed.")
     all_tasks.cancel()
 

@@ -6,11 +6,13 @@ import importlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.applications import Starlette
 
 from hotswap import Adapter, Fleet, Model
+from hotswap.config.exporting import tracer_of
 from hotswap.config.reading import secret_of
 from hotswap.config.schema import (
     DoorConfig,
@@ -20,14 +22,20 @@ from hotswap.config.schema import (
     ModelConfig,
     StoreConfig,
 )
-from hotswap.door import ApiKey, Limits, PrometheusMetrics, Served, create_app
+from hotswap.door import ApiKey, Limits, PrometheusMetrics, Served
+from hotswap.door.app import app_of
+from hotswap.door.generation import Door
+from hotswap.door.settings import Settings
 from hotswap.engine import Engine
 from hotswap.errors import BackendMissing, ConfigError
 from hotswap.kv_store import KVStore
 from hotswap.policies.by_name import router_named, scheduler_named
 from hotswap.store import WeightStore
 
-__all__ = ["Serving", "build"]
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+__all__ = ["Serving", "aliases_of", "at_place", "build", "engine_ids", "engine_of", "model_of", "settings_of"]
 
 _ENGINES: Mapping[str, tuple[str, str]] = {
     "torch": ("hotswap.backends.torch", "TorchEngine"),
@@ -50,14 +58,18 @@ class Serving:
     Attributes:
         fleet: The fleet, not open yet.
         aliases: Pairs of another name and its model, for `fleet.models.alias` once it is open.
-        app: Its door.
+        app: The application of its door.
+        front: The door itself.
         door: Where it listens, and how it ends.
+        tracer_provider: Where spans go; shut it down once the fleet has closed.
     """
 
     fleet: Fleet
     aliases: tuple[tuple[str, str], ...]
     app: Starlette
+    front: Door
     door: DoorConfig = field(repr=False)
+    tracer_provider: TracerProvider | None = field(default=None, repr=False)
 
 
 def build(config: FleetConfig) -> Serving:
@@ -68,16 +80,13 @@ def build(config: FleetConfig) -> Serving:
         BackendMissing: an engine's or a store's library is not installed.
     """
     metrics = PrometheusMetrics() if config.door.metrics else None
-    policy = config.policy
-    aliases = tuple((name, model.id) for model in config.models for name in model.aliases)
-    if twice := {name for name, _ in aliases if [one for one, _ in aliases].count(name) > 1}:
-        raise ConfigError(f"models: {min(twice)!r} is another name of two models; give it to one.")
-    with _at("policy"):
+    policy, tracer_provider = config.policy, tracer_of(config.telemetry)
+    with at_place("policy"):
         fleet = Fleet(
             engines=[engine for at, of in enumerate(config.engines) for engine in _engines(at, of)],
             store=_store(config),
             kv_store=_kv_store(config.kv_store),
-            models=[_model(at, model) for at, model in enumerate(config.models)],
+            models=[model_of(at, model) for at, model in enumerate(config.models)],
             adapters=[Adapter(one.id, one.model, one.source) for one in config.adapters],
             scheduler=None if policy.scheduler is None else scheduler_named(policy.scheduler),
             router=None if policy.router is None else router_named(policy.router),
@@ -85,19 +94,45 @@ def build(config: FleetConfig) -> Serving:
             max_waiting=policy.max_waiting,
             max_load_attempts=policy.max_load_attempts,
             meter_provider=None if metrics is None else metrics.meter_provider,
+            tracer_provider=tracer_provider,
         )
+    door = Door(fleet, settings_of(config))
     return Serving(
         fleet=fleet,
-        aliases=aliases,
-        app=create_app(
-            fleet,
-            limits=_limits(config.door),
-            served={model.id: _served(model) for model in config.models},
-            keys=_keys(config.door),
-            hosts=_hosts(config.door),
-            metrics=metrics,
-        ),
+        aliases=aliases_of(config),
+        app=app_of(door, metrics),
+        front=door,
         door=config.door,
+        tracer_provider=tracer_provider,
+    )
+
+
+def aliases_of(config: FleetConfig) -> tuple[tuple[str, str], ...]:
+    """Return pairs of another name and its model.
+
+    Raises:
+        ConfigError: two models have one.
+    """
+    aliases = tuple((name, model.id) for model in config.models for name in model.aliases)
+    names = [name for name, _ in aliases]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"models: {min(twice)!r} is another name of two models; give it to one.")
+    return aliases
+
+
+def settings_of(config: FleetConfig) -> Settings:
+    """Return what the door serves by.
+
+    Raises:
+        ConfigError: a limit is out of range, or a key has no secret.
+    """
+    hosts = _hosts(config.door)
+    return Settings(
+        limits=_limits(config.door),
+        served={model.id: _served(model) for model in config.models},
+        keys=tuple(_keys(config.door)),
+        hosts=None if hosts is None else tuple(hosts),
+        adapter_roots=tuple(Path(root) for root in config.door.adapter_roots),
     )
 
 
@@ -105,12 +140,30 @@ def build(config: FleetConfig) -> Serving:
 
 
 def _engines(at: int, config: EngineConfig) -> Generator[Engine]:
-    with _at(f"engines[{at}]"):
+    for number in range(config.count):
+        yield engine_of(at, config, number, _numbered(config.id, number))
+
+
+def engine_of(at: int, config: EngineConfig, number: int, id: str) -> Engine:
+    """Return one engine of a section, which is the `at`th of its file.
+
+    Raises:
+        ConfigError: it cannot be made as it is described.
+        BackendMissing: its library is not installed.
+    """
+    with at_place(f"engines[{at}]"):
         module, name = _ENGINES[config.kind] if config.kind else _split(config.path or "")
-        make = _found(module, name)
-        for number in range(config.count):
-            options = {key: _numbered(value, number) for key, value in config.options.items()}
-            yield cast("Engine", make(_numbered(config.id, number), **options))
+        options = {key: _numbered(value, number) for key, value in config.options.items()}
+        return cast("Engine", _found(module, name)(id, **options))
+
+
+def engine_ids(config: FleetConfig) -> dict[str, tuple[int, int]]:
+    """Return the ids of all engines, each with the number of its section and its own in that."""
+    return {
+        _numbered(of.id, number): (at, number)
+        for at, of in enumerate(config.engines)
+        for number in range(of.count)
+    }
 
 
 def _numbered(value: Any, number: int) -> Any:
@@ -140,21 +193,21 @@ def _store(config: FleetConfig) -> WeightStore:
     tiers = [_tier(at, tier, config) for at, tier in enumerate(config.stores)]
     if len(tiers) == 1:
         return tiers[0]
-    with _at("stores"):
+    with at_place("stores"):
         return cast("WeightStore", _found("hotswap.backends.stores", "TieredStore")(*tiers))
 
 
 def _kv_store(config: KVStoreConfig | None) -> KVStore | None:
     if config is None:
         return None
-    with _at("kv_store"):
+    with at_place("kv_store"):
         module, name = _KV_STORES[config.kind]
         return cast("KVStore", _found(module, name)(config.budget))
 
 
 def _tier(at: int, tier: StoreConfig, config: FleetConfig) -> WeightStore:
     stores = "hotswap.backends.stores"
-    with _at(f"stores[{at}]"):
+    with at_place(f"stores[{at}]"):
         match tier.kind:
             case "pinned":
                 made = _found(stores, "PinnedStore")(_given(tier, "budget"), **tier.options)
@@ -179,8 +232,13 @@ def _given(tier: StoreConfig, name: str) -> str | int:
     return value
 
 
-def _model(at: int, model: ModelConfig) -> Model:
-    with _at(f"models[{at}]"):
+def model_of(at: int, model: ModelConfig) -> Model:
+    """Return a model of a file, which is its `at`th.
+
+    Raises:
+        ConfigError: it says something wrong.
+    """
+    with at_place(f"models[{at}]"):
         return Model(
             model.id,
             model.source,
@@ -201,7 +259,7 @@ def _served(model: ModelConfig) -> Served:
 
 
 def _limits(door: DoorConfig) -> Limits:
-    with _at("door"):
+    with at_place("door"):
         return Limits(
             body_bytes=door.body_bytes,
             body_s=door.body_s,
@@ -209,6 +267,7 @@ def _limits(door: DoorConfig) -> Limits:
             commit_after_s=door.commit_after_s,
             stream_interval_s=door.stream_interval_s,
             choices=door.choices,
+            stale_s=door.stale_s,
         )
 
 
@@ -216,7 +275,7 @@ def _keys(door: DoorConfig) -> list[ApiKey]:
     keys = list[ApiKey]()
     for at, key in enumerate(door.keys):
         place = f"door.keys[{at}]"
-        with _at(place):
+        with at_place(place):
             keys.append(
                 ApiKey(
                     secret=secret_of(key.secret, f"{place}.secret"),
@@ -225,6 +284,7 @@ def _keys(door: DoorConfig) -> list[ApiKey]:
                     models=None if key.models is None else tuple(key.models),
                     priority=key.priority,
                     requests=key.requests,
+                    tokens_per_minute=key.tokens_per_minute,
                 )
             )
     return keys
@@ -237,7 +297,7 @@ def _hosts(door: DoorConfig) -> list[str] | None:
 
 
 @contextmanager
-def _at(place: str) -> Generator[None]:
+def at_place(place: str) -> Generator[None]:
     """Have errors of a block begin with a place of the file."""
     try:
         yield

@@ -16,6 +16,7 @@ __all__ = [
     "ModelConfig",
     "PolicyConfig",
     "StoreConfig",
+    "TelemetryConfig",
     "schema",
 ]
 
@@ -105,6 +106,16 @@ class KeyConfig(_Section):
     models: list[str] | None = None
     priority: int = 0
     requests: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class TelemetryConfig(_Section):
+    """Where spans and metrics go, `[telemetry]`."""
+
+    otlp_endpoint: str | None = Field(
+        default=None, description="a server of OTLP over HTTP, for instance http://localhost:4318"
+    )
+    service_name: str = "hotswap"
 
 
 class DoorConfig(_Section):
@@ -121,6 +132,8 @@ class DoorConfig(_Section):
     commit_after_s: float = 10.0
     stream_interval_s: float = 0.0
     choices: int = 128
+    stale_s: float = 60.0
+    adapter_roots: list[str] = Field(default=[], description="directories that operators may load from")
     grace_s: float = Field(default=30.0, ge=0, description="for requests under way, once it is told to end")
 
 
@@ -134,6 +147,7 @@ class FleetConfig(_Section):
     adapters: list[AdapterConfig] = []
     policy: PolicyConfig = PolicyConfig()
     door: DoorConfig = DoorConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 def schema() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 from starlette.applications import Starlette
@@ -12,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from hotswap import Fleet
+from hotswap import Fleet, HotswapError
 from hotswap.door.body import ClientLeft
 from hotswap.door.chats import Chats
 from hotswap.door.completions import Completions
 from hotswap.door.errors import Refusal, refusal_of
 from hotswap.door.generation import Door, log_fault
 from hotswap.door.health import Health
-from hotswap.door.keys import ApiKey, Guard
+from hotswap.door.keys import ApiKey, Guard, use_of
 from hotswap.door.limits import Limits
 from hotswap.door.listing import ModelListing
 from hotswap.door.messages import Messages
@@ -27,12 +28,13 @@ from hotswap.door.metrics import Metrics
 from hotswap.door.operators import EventsEndpoint, Operators
 from hotswap.door.responses import Responses
 from hotswap.door.served import Served
+from hotswap.door.settings import Settings
 from hotswap.door.summary import Summaries
 from hotswap.door.texts import TextEndpoints
 from hotswap.door.ui import Page
 from hotswap.door.wire import to_json
 
-__all__ = ["create_app"]
+__all__ = ["app_of", "create_app"]
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -45,6 +47,7 @@ def create_app(
     keys: Sequence[ApiKey] = (),
     hosts: Sequence[str] | None = None,
     metrics: Metrics | None = None,
+    adapter_roots: Sequence[Path] = (),
 ) -> Starlette:
     """Return an application that serves an open fleet: OpenAI's endpoints, and an operator's.
 
@@ -59,11 +62,23 @@ def create_app(
             callers on this machine alone; without one of a client, the rest is for everything that gets here.
         hosts: The names by which the server may be called; `None` for any.
         metrics: What `/metrics` gives; `None` for nothing.
+        adapter_roots: The directories that operators may load adapters from; none lets them load none.
     """
-    door = Door(fleet, limits or Limits(), served or {})
+    settings = Settings(
+        limits=limits or Limits(),
+        served=served or {},
+        keys=tuple(keys),
+        hosts=None if hosts is None else tuple(hosts),
+        adapter_roots=tuple(adapter_roots),
+    )
+    return app_of(Door(fleet, settings), metrics)
+
+
+def app_of(door: Door, metrics: Metrics | None = None) -> Starlette:
+    """Return the application of a door, whose settings may change while it serves."""
     return Starlette(
         routes=[*_openai_routes(door), *_operators_routes(door), *_health_routes(door, metrics)],
-        middleware=[Middleware(Guard, keys, hosts)],
+        middleware=[Middleware(Guard, door.ring)],
         exception_handlers={HTTPException: _no_such_route},
     )
 
@@ -90,8 +105,10 @@ def _operators_routes(door: Door) -> list[BaseRoute]:
         "drain": operators.drain,
         "reopen": operators.reopen,
         "migrate": operators.migrate,
+        "replace": operators.replace,
         "roll": operators.roll,
         "cancel": operators.cancel,
+        "reload": operators.reload,
     }
     views = {"view": operators.view, "swaps": operators.swaps, "migrations": operators.migrations}
     return [
@@ -135,8 +152,10 @@ def answering(handler: Handler, *, to_operator: bool = False) -> Handler:
         except ClientLeft:
             return Response(status_code=400)  # which reaches no client
         except Exception as exc:
-            log_fault(exc)
-            return _response(refusal_of(exc, to_operator=to_operator))
+            if not to_operator or not isinstance(exc, HotswapError):
+                log_fault(exc)
+            told = exc if to_operator else use_of(request.scope).told(exc)
+            return _response(refusal_of(told, to_operator=to_operator))
 
     return answer
 

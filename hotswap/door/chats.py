@@ -17,12 +17,12 @@ from hotswap.door.conversation import (
 )
 from hotswap.door.errors import invalid
 from hotswap.door.generation import Endpoint, Generation, UsageTotal, new_id
+from hotswap.door.keys import KeyUse
 from hotswap.door.logprobs import chat_logprobs
 from hotswap.door.openai_answer import OpenAIAnswer, openai_usage
 from hotswap.door.parsers import AnswerParser, ToolCall, gathered
 from hotswap.door.protocol import ChatBody, ToolChoice
 from hotswap.door.sampling import schema_of, to_sampling
-from hotswap.door.served import resolve
 from hotswap.door.wire import TextChunks
 
 __all__ = ["Chats"]
@@ -33,9 +33,9 @@ _TEXTS = ("content", "reasoning")
 class Chats(Endpoint):
     """Answers conversations."""
 
-    async def prepare(self, body: bytes) -> Generation:
+    async def prepare(self, body: bytes, use: KeyUse) -> Generation:
         asked = ChatBody.model_validate_json(body)
-        name = resolve(self.door.fleet, asked.model, asked.adapter)
+        name = self.named(use, asked.model, asked.adapter)
         schema, called = schema_of(asked.response_format), _called(asked)
         if schema is not None and called is not None:
             raise invalid(

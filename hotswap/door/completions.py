@@ -9,11 +9,11 @@ from typing import Any
 from hotswap import Token
 from hotswap.door.errors import invalid
 from hotswap.door.generation import Endpoint, Generation, UsageTotal, new_id
+from hotswap.door.keys import KeyUse
 from hotswap.door.logprobs import legacy_logprobs
 from hotswap.door.openai_answer import OpenAIAnswer, openai_usage
 from hotswap.door.protocol import CompletionBody
 from hotswap.door.sampling import schema_of, to_sampling
-from hotswap.door.served import resolve
 from hotswap.door.wire import TextChunks
 
 __all__ = ["Completions"]
@@ -22,9 +22,9 @@ __all__ = ["Completions"]
 class Completions(Endpoint):
     """Continues texts or token ids."""
 
-    async def prepare(self, body: bytes) -> Generation:
+    async def prepare(self, body: bytes, use: KeyUse) -> Generation:
         asked = CompletionBody.model_validate_json(body)
-        name = resolve(self.door.fleet, asked.model, asked.adapter)
+        name = self.named(use, asked.model, asked.adapter)
         if asked.best_of not in (None, asked.n or 1):
             raise invalid("best_of", "best_of is not n; all samples are returned.")
         sampling = to_sampling(

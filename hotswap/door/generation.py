@@ -6,9 +6,9 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
@@ -17,9 +17,10 @@ from starlette.types import Receive, Scope, Send
 from hotswap import Chat, Fleet, FleetStream, HotswapError, Sampling, Token
 from hotswap.door.body import ClientLeft, read_body, while_connected
 from hotswap.door.errors import Refusal, invalid, refusal_of
-from hotswap.door.keys import use_of
+from hotswap.door.keys import KeyRing, KeyUse, use_of
 from hotswap.door.limits import Limits
-from hotswap.door.served import Name, Served
+from hotswap.door.served import Name, Served, resolve
+from hotswap.door.settings import Settings, Setup
 from hotswap.door.wire import STREAM_HEADERS, comment, send_json
 
 __all__ = ["Answer", "Door", "Endpoint", "Generation", "UsageTotal", "log_fault", "new_id"]
@@ -30,19 +31,29 @@ log = logging.getLogger("hotswap")
 COMMENT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
 class Door:
-    """What all endpoints share.
+    """What all endpoints share: the fleet that serves requests, and what it is served by.
 
-    Attributes:
+    Args:
         fleet: Serves the requests.
-        limits: Of each request.
-        served: How models are served, by their ids; `Served()` holds for others.
+        settings: What holds at first; `use` others at any time.
+        setup: What operators may have read again.
     """
 
-    fleet: Fleet
-    limits: Limits = field(default_factory=Limits)
-    served: Mapping[str, Served] = field(default_factory=dict[str, Served])
+    def __init__(self, fleet: Fleet, settings: Settings | None = None, setup: Setup | None = None) -> None:
+        self.fleet, self.setup = fleet, setup
+        self.settings = settings or Settings()
+        self.ring = KeyRing(self.settings.keys, self.settings.hosts)
+
+    @property
+    def limits(self) -> Limits:
+        """What one request may take."""
+        return self.settings.limits
+
+    def use(self, settings: Settings) -> None:
+        """Have these settings hold from now on; requests under way go on as they began."""
+        self.settings = settings
+        self.ring.use(settings.keys, settings.hosts)
 
     def now(self) -> int:
         """Return the time in seconds since the epoch, as answers tell it."""
@@ -50,7 +61,8 @@ class Door:
 
     def how(self, name: Name) -> Served:
         """Return how a model is served."""
-        return self.served.get(name.id) or self.served.get(name.model) or Served()
+        served = self.settings.served
+        return served.get(name.id) or served.get(name.model) or Served()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +147,23 @@ class Endpoint(ABC):
         self.door = door
 
     @abstractmethod
-    async def prepare(self, body: bytes) -> Generation:
-        """Return what a body asks for.
+    async def prepare(self, body: bytes, use: KeyUse) -> Generation:
+        """Return what a body asks for, of a model that its key may name.
 
         Raises:
             ValidationError, Refusal, HotswapError: it asks for something wrong.
         """
+
+    def named(self, use: KeyUse, model: str, adapter: str | None = None) -> Name:
+        """Return what a name stands for.
+
+        Raises:
+            UnknownModel: the fleet has none of that name.
+            Refusal: the key may not name it.
+        """
+        name = resolve(self.door.fleet, model, adapter)
+        use.check_model(name.model)
+        return name
 
     def check_choices(self, number: int) -> None:
         """Raise a `Refusal` if one request asks for more choices than it may."""
@@ -154,25 +177,27 @@ class Endpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        writer, answer = _StreamWriter(send), None
+        writer, answer, use = _StreamWriter(send), None, use_of(scope)
         try:
             body = await read_body(scope, receive, self.door.limits)
             async with while_connected(receive) as tasks:
-                generation = await self.prepare(body)
+                generation = await self.prepare(body, use)
                 answer = generation.answer
-                with use_of(scope).request(generation.name.model, generation.priority):
-                    await self._answer(generation, writer, tasks)
+                with use.request(generation.priority):
+                    await self._answer(generation, writer, tasks, use)
         except ClientLeft:
             return
         except Exception as exc:
             log_fault(exc)
-            refusal = refusal_of(exc)
+            refusal = refusal_of(use.told(exc))
             if writer.begun and answer is not None:
                 await writer.write(answer.failure(refusal), last=True)
             else:
                 await send_json(send, refusal.status, self.refused(refusal), refusal.headers)
 
-    async def _answer(self, generation: Generation, writer: _StreamWriter, tasks: TaskGroup) -> None:
+    async def _answer(
+        self, generation: Generation, writer: _StreamWriter, tasks: TaskGroup, use: KeyUse
+    ) -> None:
         most_s = self.door.limits.request_s
         several = len(generation.prompts) > 1
         async with AsyncExitStack() as stack:
@@ -189,6 +214,7 @@ class Endpoint(ABC):
                     request_id=f"{generation.id}.{number}" if several else generation.id,
                 )
                 streams += await stack.enter_async_context(samples)
+            stack.callback(_spend, use, streams, generation.sampling.n)
             reading = _Reading(streams, tasks)
             if generation.stream:
                 await self._stream(generation, reading, writer)
@@ -233,6 +259,11 @@ class Endpoint(ABC):
             await writer.write(comment(_progress(self.door.fleet, generation.name)))
             with anyio.move_on_after(COMMENT_S):
                 return await reading.take()
+
+
+def _spend(use: KeyUse, streams: Sequence[FleetStream], samples: int) -> None:
+    usage = UsageTotal.of(streams, samples=samples)
+    use.spend(usage.prompt_tokens + usage.generated_tokens)
 
 
 class _Reading:

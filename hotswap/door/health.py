@@ -36,6 +36,8 @@ class Health:
         view = fleet.view()
         if not fleet.is_open:
             reasons.append("the fleet is closing")
+        if (quiet_s := fleet.seconds_since_plan()) > self._door.limits.stale_s:
+            reasons.append(f"the fleet has decided nothing for {quiet_s:.0f} s")
         if asked is not None:
             name = resolve(fleet, asked)
             if not view.serving(name.id):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,13 +15,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hotswap.checks import check_counts, check_priority, check_strings
 from hotswap.door.errors import Refusal
 from hotswap.door.wire import send_json
-from hotswap.errors import ConfigError
+from hotswap.errors import ConfigError, UnknownAdapter, UnknownModel
+from hotswap.loop_time import current_time
 
-__all__ = ["ApiKey", "Guard", "KeyUse", "use_of"]
+__all__ = ["ApiKey", "Guard", "KeyRing", "KeyUse", "use_of"]
 
 _USE = "hotswap.key"
 _OPEN = frozenset({"/live", "/health", "/ready", "/ui"})
-_OPERATORS = ("/admin/", "/metrics")
+_OPERATORS = (
+    "/admin/",
+    "/metrics",
+    "/models/",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
 
@@ -35,6 +43,8 @@ class ApiKey:
         models: The models that it may name; `None` for all.
         priority: The highest priority of its requests.
         requests: How many of them may be under way at once; `None` for any number.
+        tokens_per_minute: How many tokens of prompts and answers they may have in a minute, a minute's worth
+            at once; `None` for any number.
     """
 
     secret: str = field(repr=False)
@@ -43,6 +53,7 @@ class ApiKey:
     models: tuple[str, ...] | None = None
     priority: int = 0
     requests: int | None = None
+    tokens_per_minute: int | None = None
 
     def __post_init__(self) -> None:
         check_strings(ConfigError, secret=self.secret, name=self.name)
@@ -53,12 +64,14 @@ class ApiKey:
             )
         if self.requests is not None:
             check_counts(ConfigError, 1, requests=self.requests)
+        if self.tokens_per_minute is not None:
+            check_counts(ConfigError, 1, tokens_per_minute=self.tokens_per_minute)
 
 
 class KeyUse:
     """A key with the requests that it has under way; `None` stands for clients without a key.
 
-    Args:
+    Attributes:
         key: The key.
     """
 
@@ -66,6 +79,12 @@ class KeyUse:
         self.key = key
         self.digest = b"" if key is None else _digest(key.secret.encode())
         self._num_requests = 0
+        self._num_spent, self._spent_s = 0.0, 0.0  # tokens that the budget lacks, and when it did
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether requests with it may name some models alone."""
+        return self.key is not None and not self.key.admin and self.key.models is not None
 
     def may_name(self, model: str) -> bool:
         """Whether requests with it may name a model, adapters of it included."""
@@ -73,26 +92,25 @@ class KeyUse:
         return models is None or model in models
 
     def check_model(self, model: str) -> None:
-        """Raise a `Refusal` unless requests with it may name a model."""
+        """Raise a `Refusal` unless requests with it may name a model; it is not told whether there is one."""
         if not self.may_name(model):
-            raise Refusal(
-                403,
-                f"This key may not use model {model!r}.",
-                "model_not_allowed",
-                "permission_error",
-                "model",
-            )
+            raise _unknown()
+
+    def told(self, error: Exception) -> Exception:
+        """Return an error as requests with it are told it: names of other models are not in it."""
+        hides = self.is_restricted and isinstance(error, UnknownModel | UnknownAdapter)
+        return _unknown() if hides else error
 
     @contextmanager
-    def request(self, model: str, priority: int) -> Generator[None]:
+    def request(self, priority: int) -> Generator[None]:
         """Bracket a request of it.
 
         Raises:
-            Refusal: the key may not name the model, give that priority, or have another request under way.
+            Refusal: the key may not give that priority, or have another request under way, or has spent its
+                tokens.
         """
         key = self.key
         if key is not None and not key.admin:
-            self.check_model(model)
             if priority > key.priority:
                 raise Refusal(
                     403,
@@ -102,18 +120,35 @@ class KeyUse:
                     "priority",
                 )
             if key.requests is not None and self._num_requests >= key.requests:
-                raise Refusal(
-                    429,
+                raise _too_many(
                     f"This key has {self._num_requests} requests under way, which is all that it may have.",
-                    "too_many_requests",
-                    "rate_limit_error",
-                    headers={"retry-after": "1"},
+                    1.0,
+                )
+            if key.tokens_per_minute is not None and (lacking := self._lacking(key.tokens_per_minute)) > 0:
+                raise _too_many(
+                    f"This key has spent its {key.tokens_per_minute} tokens of a minute.",
+                    lacking * 60.0 / key.tokens_per_minute,
                 )
         self._num_requests += 1
         try:
             yield
         finally:
             self._num_requests -= 1
+
+    def spend(self, num_tokens: int) -> None:
+        """Note the tokens of a request, once it has ended; a request may spend more than there is left."""
+        if self.key is not None and self.key.tokens_per_minute is not None:
+            self._refill(self.key.tokens_per_minute)
+            self._num_spent += num_tokens
+
+    def _lacking(self, tokens_per_minute: int) -> float:
+        self._refill(tokens_per_minute)
+        return self._num_spent + 1 - tokens_per_minute
+
+    def _refill(self, tokens_per_minute: int) -> None:
+        now_s = current_time()
+        given = (now_s - self._spent_s) * tokens_per_minute / 60.0
+        self._num_spent, self._spent_s = max(0.0, self._num_spent - given), now_s
 
 
 def use_of(scope: Scope) -> KeyUse:
@@ -122,24 +157,50 @@ def use_of(scope: Scope) -> KeyUse:
     return found if isinstance(found, KeyUse) else KeyUse(None)
 
 
+class KeyRing:
+    """All keys, and the names of a server; `use` others at any time, under which requests go on.
+
+    Args:
+        keys: All keys.
+        hosts: The names by which the server may be called; `None` for any.
+    """
+
+    def __init__(self, keys: Sequence[ApiKey] = (), hosts: Sequence[str] | None = None) -> None:
+        self._uses = list[KeyUse]()
+        self.use(keys, hosts)
+
+    def use(self, keys: Sequence[ApiKey], hosts: Sequence[str] | None) -> None:
+        """Have these keys and names hold from now on; a key that stays keeps what it has used."""
+        before, uses = {use.digest: use for use in self._uses}, [KeyUse(key) for key in keys]
+        kept = [before.get(use.digest, use) for use in uses]
+        for use, key in zip(kept, keys, strict=True):
+            use.key = key
+        self._uses = kept
+        self.hosts = None if hosts is None else {host.lower() for host in hosts}
+        self.has_clients = any(not key.admin for key in keys)
+        self.has_operators = any(key.admin for key in keys)
+
+    def found(self, secret: bytes) -> KeyUse | None:
+        """Return the key of a secret; all are compared, in a time that tells nothing of them."""
+        digest = _digest(secret)
+        found = [use for use in self._uses if hmac.compare_digest(use.digest, digest)]
+        return found[0] if found else None
+
+
 class Guard:
     """Lets requests through that have a key where one is needed; an application round another.
 
     Clients need a key if there are any of clients, operators if there are any of operators; without one of
-    these, only this machine may call what is for operators. `/live`, `/health`, `/ready` and `/ui` need none.
+    these, only this machine may call what is for operators. `/live`, `/health` and `/ready` need none. Names
+    of the server keep pages elsewhere out, whose names were made to lead here.
 
     Args:
         app: What is guarded.
-        keys: All keys.
-        hosts: The names by which the server may be called, against pages elsewhere whose names were made to
-            lead here; `None` for any.
+        ring: The keys and the names.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], hosts: Sequence[str] | None) -> None:
-        self._app, self._uses = app, [KeyUse(key) for key in keys]
-        self._hosts = None if hosts is None else {host.lower() for host in hosts}
-        self._has_clients = any(not key.admin for key in keys)
-        self._has_operators = any(key.admin for key in keys)
+    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
+        self._app, self._ring = app, ring
         self._without = KeyUse(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,7 +215,7 @@ class Guard:
     def _admit(self, scope: Scope) -> KeyUse:
         headers = dict(scope["headers"])
         host = _name_of(headers.get(b"host", b"").decode("latin-1").lower())
-        if self._hosts is not None and host not in self._hosts:
+        if self._ring.hosts is not None and host not in self._ring.hosts:
             raise Refusal(421, f"This server is not called {host!r}.", "wrong_host")
         path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in _OPEN:
@@ -162,12 +223,12 @@ class Guard:
         use = self._used(headers)
         if path.startswith(_OPERATORS):
             self._check_operator(use, scope)
-        elif self._has_clients and use is None:
+        elif self._ring.has_clients and use is None:
             raise _unauthorized("client")
         return use or self._without
 
     def _check_operator(self, use: KeyUse | None, scope: Scope) -> None:
-        if not self._has_operators:
+        if not self._ring.has_operators:
             if not _is_local(scope):
                 raise Refusal(
                     403,
@@ -181,12 +242,19 @@ class Guard:
             raise Refusal(403, "This key is no operator's.", "not_an_operator", "permission_error")
 
     def _used(self, headers: dict[bytes, bytes]) -> KeyUse | None:
-        """Return the key of a request; all are compared, in a time that tells nothing of them."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         given = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        digest = _digest(given)
-        found = [use for use in self._uses if hmac.compare_digest(use.digest, digest)]
-        return found[0] if found else None
+        return self._ring.found(given)
+
+
+def _too_many(message: str, after_s: float) -> Refusal:
+    milliseconds = max(1, math.ceil(after_s * 1000))
+    headers = {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
+    return Refusal(429, message, "too_many_requests", "rate_limit_error", headers=headers)
+
+
+def _unknown() -> Refusal:
+    return Refusal(404, "There is no such model for this key.", "model_not_found", param="model")
 
 
 def _digest(secret: bytes) -> bytes:

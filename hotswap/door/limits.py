@@ -23,6 +23,7 @@ class Limits:
         stream_interval_s: Seconds between two writes of a stream, for fewer and longer ones; 0 writes what
             has come as soon as it has.
         choices: The most choices of one request, over all its prompts.
+        stale_s: Seconds without a decision of the fleet after which `/ready` says that it is not.
     """
 
     body_bytes: int = 16 << 20
@@ -31,10 +32,13 @@ class Limits:
     commit_after_s: float = 10.0
     stream_interval_s: float = 0.0
     choices: int = 128
+    stale_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_counts(ConfigError, 1, body_bytes=self.body_bytes, choices=self.choices)
-        check_positive_seconds(ConfigError, body_s=self.body_s, request_s=self.request_s)
+        check_positive_seconds(
+            ConfigError, body_s=self.body_s, request_s=self.request_s, stale_s=self.stale_s
+        )
         check_required_seconds(
             ConfigError, commit_after_s=self.commit_after_s, stream_interval_s=self.stream_interval_s
         )

@@ -13,10 +13,10 @@ from hotswap.door.calls import Part
 from hotswap.door.conversation import CallForm, ParserMaker, call_schema, make_chat, parser_maker
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import Answer, Endpoint, Generation, UsageTotal, new_id
+from hotswap.door.keys import KeyUse
 from hotswap.door.parsers import Parsed, ToolCall, gathered
 from hotswap.door.protocol import Strict
 from hotswap.door.sampling import sampling_of
-from hotswap.door.served import resolve
 from hotswap.door.wire import named_event
 
 __all__ = ["Messages", "MessagesAnswer"]
@@ -115,9 +115,9 @@ class MessagesBody(Strict):
 class Messages(Endpoint):
     """Answers conversations."""
 
-    async def prepare(self, body: bytes) -> Generation:
+    async def prepare(self, body: bytes, use: KeyUse) -> Generation:
         asked = MessagesBody.model_validate_json(body)
-        name = resolve(self.door.fleet, asked.model)
+        name = self.named(use, asked.model)
         has_tools = bool(asked.tools) and (asked.tool_choice is None or asked.tool_choice.type != "none")
         called = _called(asked)
         messages = [*_system(asked.system), *(line for one in asked.messages for line in _lines(one))]

@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from hotswap import EventStream, Fleet, FleetEvent
 from hotswap.door.body import ClientLeft, read_body, while_connected
-from hotswap.door.errors import invalid, refusal_of
+from hotswap.door.errors import Refusal, invalid, refusal_of
 from hotswap.door.generation import Door
 from hotswap.door.protocol import Strict
+from hotswap.door.settings import Setup
 from hotswap.door.wire import STREAM_HEADERS, comment, send_json, to_json
 
 __all__ = ["EventsEndpoint", "Operators", "to_plain"]
@@ -70,6 +71,18 @@ class RollBody(Strict):
     reason: str = "operator"
 
 
+class ReplaceBody(Strict):
+    """A new engine in the place of another."""
+
+    instance: str
+    deadline_s: float | None = None
+    reason: str = "operator"
+
+
+class ReloadBody(Strict):
+    """A set-up that is read again."""
+
+
 class CancelBody(Strict):
     """A request that is ended."""
 
@@ -119,6 +132,26 @@ class Operators:
         return json_response(
             await self._fleet.migrate(body.request, to=body.to, method=body.method, reason=body.reason)
         )
+
+    async def replace(self, request: Request) -> Response:
+        """Put a new engine in the place of another, as the set-up describes that."""
+        body = await self._body(request, ReplaceBody)
+        engine = self._setup.engine_for(body.instance)
+        record = await self._fleet.replace(
+            body.instance, engine, deadline_s=body.deadline_s, reason=body.reason
+        )
+        return json_response({"instance": engine.id, "drain": record})
+
+    async def reload(self, request: Request) -> Response:
+        """Apply what has changed in the set-up."""
+        await self._body(request, ReloadBody)
+        return json_response({"changes": await self._setup.reload()})
+
+    @property
+    def _setup(self) -> Setup:
+        if self._door.setup is None:
+            raise Refusal(404, "This server was made by a program, and has no file to read.", "no_file")
+        return self._door.setup
 
     async def roll(self, request: Request) -> Response:
         """Give a model new weights."""

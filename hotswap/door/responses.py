@@ -10,6 +10,7 @@ from hotswap.door.calls import Part
 from hotswap.door.conversation import ParserMaker, make_chat, parser_maker, with_objects
 from hotswap.door.errors import Refusal, invalid
 from hotswap.door.generation import Answer, Endpoint, Generation, UsageTotal, new_id
+from hotswap.door.keys import KeyUse
 from hotswap.door.responses_body import (
     ResponsesBody,
     called_schema,
@@ -19,7 +20,6 @@ from hotswap.door.responses_body import (
     tools_of,
 )
 from hotswap.door.sampling import sampling_of
-from hotswap.door.served import resolve
 from hotswap.door.wire import named_event
 
 __all__ = ["Responses", "ResponsesAnswer"]
@@ -30,10 +30,10 @@ _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetitio
 class Responses(Endpoint):
     """Answers conversations that come whole with each request."""
 
-    async def prepare(self, body: bytes) -> Generation:
+    async def prepare(self, body: bytes, use: KeyUse) -> Generation:
         asked = ResponsesBody.model_validate_json(body)
         check_stateless(asked)
-        name = resolve(self.door.fleet, asked.model, asked.adapter)
+        name = self.named(use, asked.model, asked.adapter)
         schema, called = format_schema(asked), called_schema(asked)
         if schema is not None and called is not None:
             raise invalid(

@@ -41,7 +41,7 @@ class Name:
 
 
 def resolve(fleet: Fleet, name: str, adapter: str | None = None) -> Name:
-    """Return what a name stands for: a model, another name of one, or `model:adapter`.
+    """Return what a name stands for: a model, another name of one, `model:adapter`, or the one adapter of it.
 
     Raises:
         UnknownModel: the fleet has none of that name.
@@ -50,11 +50,14 @@ def resolve(fleet: Fleet, name: str, adapter: str | None = None) -> Name:
     try:
         return Name(name, fleet.models.card(name).id, adapter)
     except UnknownModel:
-        model, separator, named = name.rpartition(":")
-        if not separator or adapter is not None:
-            raise
-        try:
-            return Name(model, fleet.models.card(model).id, named)
-        except UnknownModel:
-            pass
+        if adapter is None and (found := _adapter(fleet, name)) is not None:
+            return found
         raise
+
+
+def _adapter(fleet: Fleet, name: str) -> Name | None:
+    model, separator, named = name.rpartition(":")
+    if separator and any(model == one.id for one in fleet.models) | (model in fleet.models.aliases):
+        return Name(model, fleet.models.card(model).id, named)
+    owners = [one.model for one in fleet.adapters if one.id == name]
+    return Name(owners[0], fleet.models.card(owners[0]).id, name) if len(owners) == 1 else None

@@ -69,6 +69,7 @@ class Control:
         self._asked = anyio.Event()
         self._prefetching: set[tuple[ModelId, str]] = set()
         self._told_unserved: dict[ModelId, float] = {}
+        self.planned_s: float | None = None  # when the scheduler was asked last, whatever came of it
 
     def state_changed(self, change: Change) -> None:
         """Plan again as soon as this task runs, without waiting for the interval."""
@@ -89,6 +90,7 @@ class Control:
                     self._unload_unknown(tasks)
                 with self._forgiving("The control loop failed in this turn"):
                     self._plan(tasks)
+                self.planned_s = current_time()
                 with self._forgiving("The control loop failed in this turn"):
                     self._tell_unserved()
                 with anyio.move_on_after(self._pause_s()):

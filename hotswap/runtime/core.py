@@ -164,7 +164,7 @@ class Core(AsyncContextManagerMixin):
             state, self.admission, self.swaps, self.moves, self.adapters, self.caches, self.offload
         )
         self.flow = Flow(state, self.admission, self.caches, losses, telemetry, self.offload)
-        self._control = Control(
+        self.control = Control(
             state,
             scheduler,
             self.swaps,
@@ -201,7 +201,7 @@ class Core(AsyncContextManagerMixin):
                     self.lifetime.begin(tasks)
                     self.closing.begin()
                     self.state.events.open()
-                    tasks.start_soon(self._control.run, tasks, last_view, name="hotswap control")
+                    tasks.start_soon(self.control.run, tasks, last_view, name="hotswap control")
                     try:
                         yield self
                     except (anyio.get_cancelled_exc_class(), GeneratorExit):

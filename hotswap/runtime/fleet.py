@@ -13,6 +13,7 @@ from anyio import AsyncContextManagerMixin
 from hotswap.action import DrainRecord, MigrationMethod, MigrationRecord, SwapRecord
 from hotswap.engine import Engine
 from hotswap.kv_store import KVStore
+from hotswap.loop_time import current_time
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
 from hotswap.request import ModelId
@@ -298,6 +299,11 @@ class Fleet(Requests, AsyncContextManagerMixin):
     def is_open(self) -> bool:
         """Whether new requests are admitted: the block was entered, and is neither left nor closing."""
         return self._core.closing.admits
+
+    def seconds_since_plan(self) -> float:
+        """Seconds since the scheduler was asked last; far more than `interval_s` if the fleet hangs."""
+        planned_s = self._core.control.planned_s
+        return 0.0 if planned_s is None else current_time() - planned_s
 
     def events(self, after: int | None = None) -> EventStream:
         """Return what happens in the fleet as it happens: swaps, moves, losses, models that come and go.

@@ -119,6 +119,7 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
         ("request_s = 60.0", "request_s = -1.0", "door: request_s is -1.0"),
         ('model = "a"', 'model = "zz"', "policy: Adapter 'x' is of model 'zz'"),
         ("[door]", "[dor]", "dor: "),
+        ("[door]", "[telemetry]\notlp = 1\n[door]", "telemetry.otlp: "),
         ("[door]", "[door", "is no TOML"),
     ],
 )
@@ -136,4 +137,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_schema_has_every_section() -> None:
     properties: dict[str, Any] = schema()["properties"]
-    assert set(properties) == {*("engines", "stores", "kv_store", "models", "adapters", "policy", "door")}
+    sections = {"engines", "stores", "kv_store", "models", "adapters", "policy", "door", "telemetry"}
+    assert set(properties) == sections

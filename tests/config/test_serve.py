@@ -86,6 +86,34 @@ def test_a_file_is_served_until_a_signal_and_streams_end_in_time(tmp_path: Path)
         assert time.monotonic() - began_s < 30.0  # the grace is 1 s, and the machine may be busy
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_a_file_is_read_again_on_a_signal(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(SIMULATED)
+
+    def told(process: subprocess.Popen[str], *changes: tuple[str, str]) -> list[str]:
+        text = SIMULATED
+        for old, new in changes:
+            text = text.replace(old, new)
+        file.write_text(text)
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        lines = list[str]()
+        while not lines or not lines[-1].startswith(("Applied", "Not applied")):
+            lines.append(process.stderr.readline().strip())
+        return [line for line in lines if "hotswap serves" not in line and "curl" not in line]
+
+    with serving(str(file)) as (process, url):
+        applied = told(process, ('size = "1 MB"', 'size = "1 MB"\naliases = ["gpt-4o"]'))
+        assert applied[-3:] == ["The file has changed:", "model 'small': aliases changed", "Applied."]
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE_S) as answer:
+            assert [model["id"] for model in json.load(answer)["data"]] == ["small", "gpt-4o"]
+        (refused,) = [line for line in told(process, ("[[stores]]", "[[stores]")) if "applied" in line]
+        assert "is no TOML" in refused
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+
+
 def test_a_directory_is_served_by_its_name(tmp_path: Path) -> None:
     source = alphabet.checkpoint(tmp_path / "alphabet")
     with serving(str(source), "--store", str(tmp_path / "store"), "--port", "0") as (process, url):

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 from starlette.types import Message
 
 from hotswap.door import ApiKey, create_app
+from hotswap.door.app import app_of
+from hotswap.door.generation import Door
+from hotswap.door.settings import Settings
 from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import virtual_time
 from tests.door.support import Caller, client_of
@@ -16,6 +20,14 @@ from tests.runtime.support import Idle, sim_fleet
 
 CLIENT = ApiKey(secret="client-secret", models=("a",), priority=1, requests=1)
 OPERATOR = ApiKey(secret="operator-secret", admin=True)
+SAID = [{"role": "user", "content": "x"}]
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [1], "max_tokens": 2},
+    "/v1/chat/completions": {"messages": SAID},
+    "/v1/responses": {"input": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
 PATHS = ("/v1/models", "/admin/view", "/metrics", "/admin/events?after=x")
 
 
@@ -58,10 +70,14 @@ async def test_a_key_uses_what_it_may() -> None:
 
             assert await ask(priority=1) == 200
             assert await ask(priority=2) == 403
-            assert await ask(model="b") == 403
-            assert (await client.get("/v1/models/b")).status_code == 403
-            tokens = {"model": "b", "tokens": [1]}
-            assert (await client.post("/detokenize", json=tokens)).status_code == 403
+            # Whether there is such a model, and which there are, is not told.
+            for path, fields in ASKED.items():
+                told = [
+                    await client.post(path, json={"model": name, **fields}) for name in ("b", "zz", "b:x")
+                ]
+                assert {answer.status_code for answer in told} == {404}, path
+                assert len({answer.text for answer in told}) == 1
+            assert (await client.get("/v1/models/b")).text == (await client.get("/v1/models/zz")).text
             # One request at a time.
             found: list[int] = []
 
@@ -73,6 +89,54 @@ async def test_a_key_uses_what_it_may() -> None:
                 tasks.start_soon(note)
             assert sorted(found) == [200, 429]
             assert await ask() == 200
+
+
+@virtual_time
+async def test_a_key_has_so_many_tokens_in_a_minute() -> None:
+    key = ApiKey(secret="client-secret", tokens_per_minute=60)
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        app = create_app(fleet, keys=(key,))
+        async with client_of(app, headers=bearer("client-secret")) as client:
+
+            async def ask() -> httpx.Response:
+                body = {"model": "a", "prompt": [1] * 10, "max_tokens": 65, "temperature": 0}
+                return await client.post("/v1/completions", json={**body, "ignore_eos": True})
+
+            assert (await ask()).status_code == 200
+            refused = await ask()
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+            # 75 of 60 tokens are spent, and one is wanted: that is sixteen seconds.
+            wait_s = int(refused.headers["retry-after-ms"]) / 1000
+            assert wait_s == 16.0
+            await anyio.sleep(wait_s / 2)
+            assert (await ask()).status_code == 429
+            await anyio.sleep(wait_s / 2)
+            assert (await ask()).status_code == 200
+
+
+@virtual_time
+async def test_other_keys_hold_at_once_and_those_that_stay_keep_their_use() -> None:
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        door = Door(fleet, Settings(keys=(CLIENT,)))
+        async with client_of(app_of(door), headers=bearer("client-secret")) as client:
+            body = {"model": "a", "prompt": [1], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+            found: list[int] = []
+
+            async def ask() -> None:
+                found.append((await client.post("/v1/completions", json=body)).status_code)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await anyio.sleep(0.05)
+                door.use(Settings(keys=(CLIENT, OPERATOR)))
+                await ask()  # it may have one at a time, and has it still
+            assert sorted(found) == [200, 429]
+            door.use(Settings(keys=(OPERATOR,), hosts=("other",)))
+            assert (await client.get("/v1/models")).status_code == 421
+            door.use(Settings(keys=(ApiKey(secret="another-secret"),)))
+            assert (await client.get("/v1/models")).status_code == 401
 
 
 @pytest.mark.parametrize(("address", "status"), [("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 403)])

@@ -32,9 +32,10 @@ MAX_FLEET_LINES = 400
 # cancellation, cards and texts of models, and requests that no engine has the KV blocks for, 20 for engines
 # that start at the same time and progress that is told to those that wait for it, 30 for what a simulation
 # counts of models without an instance, 770 for KV blocks that survive a swap: saved beside a preload and at a
-# deadline, restored before a stay, measured, counted and logged.
+# deadline, restored before a stay, measured, counted and logged, 20 for texts of clients that stay text and
+# the time of the last plan.
 # Raise it for what is added, never for how.
-MAX_LINES = 11_490
+MAX_LINES = 11_510
 MAX_CALLBACKS = 15
 
 RUNTIME, SIMULATION = PACKAGE / "runtime", PACKAGE / "simulation"

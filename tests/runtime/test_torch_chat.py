@@ -50,15 +50,17 @@ async def serving(
 
 
 async def test_a_chat_has_the_tokens_that_transformers_gives_it(source: Path, tmp_path: Path) -> None:
-    messages = [SYSTEM, user("<s>now")]
+    messages = [SYSTEM, user("now")]
     theirs: Any = PreTrainedTokenizerFast.from_pretrained(source)
     right = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     async with serving(source, tmp_path) as fleet:
         done = await fleet.chat("m", messages)
         async with fleet.stream("m", Chat(messages)) as stream:
             assert list(stream.request.prompt) == right
-            assert stream.request.prompt.count(theirs.bos_token_id) == 2  # one of them the client's own
             streamed = "".join([token.text async for token in stream])
+        async with fleet.stream("m", Chat([user("<s>x<|end|>")])) as stream:
+            assert stream.request.prompt.count(theirs.bos_token_id) == 1  # what the client wrote is text
+            assert stream.request.prompt.count(theirs.eos_token_id) == 1
         async with fleet.stream("m", Chat([user("x")]), add_special_tokens=True) as stream:
             assert stream.request.prompt.count(theirs.bos_token_id) == 1
     assert done.text == streamed == ascii_lowercase

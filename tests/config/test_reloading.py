@@ -1,0 +1,214 @@
+"""A file that is read again changes an open fleet as it says, or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from hotswap.config import Serving, build, read_config
+from hotswap.config.reloading import FileSetup, with_overrides
+from hotswap.errors import ConfigError, HotswapError
+from hotswap.offline.virtual_time import virtual_time
+from tests.door.support import client_of
+
+FILE = """
+[[engines]]
+kind = "sim"
+id = "e{n}"
+count = 2
+options = { max_adapters = 2 }
+
+[[stores]]
+kind = "sim"
+
+[[models]]
+id = "a"
+size = "1 MB"
+aliases = ["one", "two"]
+
+[[models]]
+id = "b"
+size = "1 MB"
+
+[[adapters]]
+id = "x"
+model = "a"
+
+[policy]
+scheduler = "CostSwap()"
+
+[door]
+request_s = 60.0
+
+[[door.keys]]
+secret = "file:SECRET"
+models = ["a"]
+[[door.keys]]
+secret = "file:OPERATOR"
+admin = true
+"""
+MODEL_B = '[[models]]\nid = "b"\nsize = "1 MB"\n'
+ADAPTER = '[[adapters]]\nid = "x"\nmodel = "a"\n'
+HEADERS = {"authorization": "Bearer operator-secret"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    for name in ("SECRET", "OPERATOR"):
+        (tmp_path / name).write_text(f"{name.lower()}-secret")
+    return write(tmp_path / "fleet.toml", FILE)
+
+
+def write(file: Path, text: str) -> Path:
+    for name in ("SECRET", "OPERATOR"):
+        text = text.replace(f"file:{name}", f"file:{file.parent / name}")
+    file.write_text(text)
+    return file
+
+
+@asynccontextmanager
+async def serving(file: Path) -> AsyncGenerator[tuple[Serving, httpx.AsyncClient]]:
+    config = with_overrides(read_config(file), {"port": 1})
+    made = build(config)
+    made.front.setup = FileSetup(file, {"port": 1}, config, made)
+    async with made.fleet as fleet:
+        for name, model in made.aliases:
+            fleet.models.alias(name, model)
+        async with client_of(made.app, headers=HEADERS) as client:
+            yield made, client
+
+
+def shown(made: Serving) -> tuple[Any, ...]:
+    """All that a file may change."""
+    fleet = made.fleet
+    models = sorted(model.id for model in fleet.models)
+    adapters = [(adapter.model, adapter.id, adapter.source) for adapter in fleet.adapters]
+    return models, sorted(fleet.models.aliases.items()), adapters, made.front.settings
+
+
+async def reload(client: httpx.AsyncClient) -> httpx.Response:
+    return await client.post("/admin/reload", json={})
+
+
+@virtual_time
+async def changed(file: Path) -> None:
+    async with serving(file) as (made, client):
+        text = FILE.replace(MODEL_B, "").replace(ADAPTER, "").replace('"two"', '"three"')
+        write(file, text.replace("60.0", "30.0").replace('models = ["a"]', "requests = 3"))
+        answer = await reload(client)
+        assert answer.json()["changes"] == [
+            "door.keys: changed",
+            "door.request_s: 60.0 -> 30.0",
+            "model 'a': aliases changed",
+            "model 'b': removed",
+            "adapter a:x: removed",
+        ]
+        models, aliases, adapters, settings = shown(made)
+        assert models == ["a"]
+        assert aliases == [("one", "a"), ("three", "a")]
+        assert adapters == []
+        assert settings.limits.request_s == 30.0
+        assert settings.keys[0].requests == 3
+        # And back: what is new is there at once.
+        write(file, FILE)
+        assert len((await reload(client)).json()["changes"]) == 5
+        body = {"model": "b", "prompt": [1], "max_tokens": 2}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert (await reload(client)).json() == {"changes": []}
+
+
+def test_what_has_changed_holds_from_now_on(file: Path) -> None:
+    changed(file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("count = 2", "count = 3", "engines has changed"),
+        ("CostSwap()", "WeightedLoadSwap(t1=1, t2=8, b=2.0)", "policy has changed"),
+        ('kind = "sim"\n\n', 'kind = "sim"\noptions = { shared = true }\n\n', "stores has changed"),
+        ('size = "1 MB"\naliases', 'size = "1 MB"\nmin_replicas = 1\naliases', "min_replicas of model 'a'"),
+        ("[door]\n", '[door]\nhost = "0.0.0.0"\n', "door.host was"),
+        ("[door]", "[dor]", "dor: "),
+        ("file:SECRET", "file:NOTHING", r"door.keys[0].secret"),
+        ('"two"', '"b"', "models[0].aliases has 'b'"),
+        ('id = "x"\nmodel = "a"', 'id = "x"\nmodel = "zz"', "adapters[0].model is 'zz'"),
+        (MODEL_B, MODEL_B + '[[models]]\nid = "zz"\n', "zz"),
+        ("60.0", "-1.0", "door: request_s is -1.0"),
+    ],
+)
+def test_a_file_that_cannot_be_applied_changes_nothing(file: Path, old: str, new: str, says: str) -> None:
+    @virtual_time
+    async def refused() -> None:
+        async with serving(file) as (made, client):
+            before = shown(made)
+            assert old in FILE
+            # A change that could be made alone goes with the one that cannot.
+            write(file, FILE.replace(old, new, 1).replace('"one"', '"other"'))
+            answer = await reload(client)
+            assert answer.status_code >= 400
+            assert says in answer.json()["error"]["message"]
+            assert shown(made) == before
+            write(file, FILE)
+            assert (await reload(client)).json() == {"changes": []}
+
+    refused()
+
+
+@virtual_time
+async def removed_while_it_is_served(file: Path) -> None:
+    async with serving(file) as (made, client), anyio.create_task_group() as tasks:
+        found: list[int] = []
+
+        async def ask() -> None:
+            body = {"model": "b", "prompt": [1], "max_tokens": 200, "ignore_eos": True}
+            found.append((await client.post("/v1/completions", json=body)).status_code)
+
+        tasks.start_soon(ask)
+        while not made.fleet.view().running:  # noqa: ASYNC110 - simulated time
+            await anyio.sleep(0.01)
+        write(file, FILE.replace(MODEL_B, ""))
+        assert (await reload(client)).json() == {"changes": ["model 'b': removed"]}
+        assert found == [200]  # its request has gone to its end
+
+
+def test_a_model_goes_with_its_last_request(file: Path) -> None:
+    removed_while_it_is_served(file)
+
+
+@virtual_time
+async def replaced(file: Path) -> None:
+    async with serving(file) as (made, client):
+        await made.fleet.swap("e0", to="a")
+        answer = await client.post("/admin/replace", json={"instance": "e0"})
+        assert answer.json()["instance"] == "e0-2"
+        view = made.fleet.view()
+        assert sorted(instance.id for instance in view.instances) == ["e0-2", "e1"]
+        assert [instance.model for instance in view.instances if instance.id == "e0-2"] == ["a"]
+        again = await client.post("/admin/replace", json={"instance": "e0-2"})
+        assert again.json()["instance"] == "e0-3"
+        wrong = await client.post("/admin/replace", json={"instance": "zz"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "instance")
+
+
+def test_an_engine_is_replaced_by_one_that_the_file_describes(file: Path) -> None:
+    replaced(file)
+
+
+def test_the_difference_is_told_before_it_is_applied(file: Path) -> None:
+    config = read_config(file)
+    setup = FileSetup(file, {}, config, build(config))
+    assert setup.changes() == []
+    write(file, FILE.replace("60.0", "30.0"))
+    assert setup.changes() == ["door.request_s: 60.0 -> 30.0"]
+    os.remove(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        setup.changes()
+    assert issubclass(ConfigError, HotswapError)
