@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import anyio
@@ -22,11 +23,14 @@ from hotswap import (
     RequestId,
     Sampling,
 )
-from hotswap.abc import KVStore
+from hotswap.abc import KVLayout, KVStore
 from hotswap.backends.kv_stores import HostKVStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.errors import SwapFailed, SwapRefused
 from hotswap.policies import LeastLoadedRouter
+from hotswap.runtime.kv_context import KVContext
+from hotswap.runtime.state import FleetState
+from hotswap.telemetry import Telemetry
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
@@ -88,8 +92,10 @@ def make_fleet(
 
 
 class Client:
-    def __init__(self, number: int, adapter: str | None = None) -> None:
+    def __init__(self, number: int, adapter: str | None = None, *, seed: int | None = None) -> None:
         self.prompt, self.sampling = PROMPTS[number], SAMPLED if number % 2 else GREEDY
+        if seed is not None:
+            self.sampling = replace(SAMPLED, seed=seed)
         self.adapter, self.tokens = adapter, list[int]()
         self.stream: FleetStream | None = None
 
@@ -199,6 +205,60 @@ async def test_a_chat_finds_its_history_after_its_model_was_away(store: DictStor
             history += prompt(turn, 15)
             await fleet.swap("e0", to="b")
             await fleet.swap("e0", to="a")
+
+
+async def test_requests_of_one_prompt_are_restored_with_one_copy_of_it(store: DictStore) -> None:
+    clients = [Client(0, seed=number) for number in range(4)]
+    for client in clients:
+        client.prompt = prompt(7, 400)
+    async with make_fleet(store, HostKVStore("64 MiB")) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.run, fleet)
+            for client in clients:
+                await client.has(2)
+            await fleet.swap("e0", to="b")
+            num_saved = fleet.swaps[-1].num_saved
+            await fleet.swap("e0", to="a")
+        for client in clients:
+            again = await fleet.generate("a", client.prompt, client.sampling)
+            assert client.tokens == [token.id for token in again.tokens]
+    if num_saved == len(clients):  # else some had ended before
+        hops = [client.stream.hops[1] for client in clients if client.stream is not None]
+        of_prompts = [hop.restored_tokens - hop.first_index for hop in hops]
+        assert max(of_prompts) >= 390
+        assert sum(of_prompts) < 2 * 400
+
+
+async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed(store: DictStore) -> None:
+    sampling = Sampling(max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    async with make_fleet(store, HostKVStore("64 MiB")) as fleet:
+        await fleet.swap("e0", to="a")
+        before = await fleet.generate("a", PROMPTS[1], sampling)
+        await fleet.swap("e0", to="b")
+        await fleet.swap("e0", to="a")
+        after = await fleet.generate("a", PROMPTS[1], sampling)
+    assert fleet.swaps[-2].saved_bytes > 0
+    assert after.samples[0].hops[0].restored_tokens == 0
+    assert after.prompt_logprobs == before.prompt_logprobs
+
+
+def test_versions_of_adapters_are_told_from_those_of_other_fleets() -> None:
+    """Both call theirs by one name and number, whatever is in it."""
+    state, plain = FleetState(DictStore()), make_layout(None)
+    contexts = [KVContext(state, HostKVStore(0), Telemetry(), fleet=fleet) for fleet in ("one", "other")]
+    alike, apart = (
+        {context.prefix(layout, range(40)).key(0) for context in contexts}
+        for layout in (plain, make_layout(AdapterId("sql")))
+    )
+    assert (len(alike), len(apart)) == (1, 2)
+
+
+def make_layout(adapter: AdapterId | None) -> KVLayout:
+    return KVLayout(
+        model=ModelId("a"), weights="w", adapter=adapter, block_tokens=32, layers=(), block_bytes=64
+    )
 
 
 async def test_blocks_of_an_adapter_come_back_to_that_adapter_alone(
