@@ -28,8 +28,8 @@ __all__ = ["MeteredStore", "ReadListener"]
 class ReadListener(Protocol):
     """What is told of bytes as they are read."""
 
-    def bytes_read(self, num_bytes: int) -> None:
-        """Take the bytes read so far; synchronous and cheap, called on the event loop."""
+    def bytes_read(self) -> None:
+        """Look at how many there are by now; synchronous and cheap, called on the event loop."""
         ...
 
 
@@ -63,7 +63,7 @@ class MeteredStore(WrapperStore):
         self.tier = tier or self.tier
         self.buffered = self.buffered or buffered
         if self._listener is not None:
-            self._listener.bytes_read(self.num_bytes)
+            self._listener.bytes_read()
 
     async def tokenizer(self, model: ModelId) -> Tokenizer | None:
         wrapped = self.wrapped
@@ -101,13 +101,10 @@ class MeteredStore(WrapperStore):
             return None
         chunk = await self.wrapped.read_into(shard, destination)
         if chunk is not None:
-            self._count(chunk)
+            self.count(len(chunk.data), chunk.tier, buffered=chunk.buffered)
         return chunk
 
     async def _counted(self, chunks: AsyncIterator[HostChunk]) -> AsyncIterator[HostChunk]:
         async for chunk in chunks:
-            self._count(chunk)
+            self.count(len(chunk.data), chunk.tier, buffered=chunk.buffered)
             yield chunk
-
-    def _count(self, chunk: HostChunk) -> None:
-        self.count(len(chunk.data), chunk.tier, buffered=chunk.buffered)

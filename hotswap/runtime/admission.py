@@ -185,7 +185,7 @@ class Admission:
         if not state.queue.models:
             return
         state.refresh()
-        heads = [state.queue.heads(model) for model in state.queue.models if state.index.has_open(model)]
+        heads = [state.queue.heads(model) for model in state.index.open_among(state.queue.models)]
         firsts = [
             (ticket.order, number, ticket) for number, of in enumerate(heads) if (ticket := next(of, None))
         ]

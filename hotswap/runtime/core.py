@@ -192,7 +192,7 @@ class Core(AsyncContextManagerMixin):
                     await enter(stack, self.state.kv_store, "The KV store")
                 await stack.enter_async_context(self.operations.supervisor)
                 engines = [instance.engine for instance in self.state.instances.values()]
-                await self.operations.supervisor.start_all(engines)
+                await self.operations.supervisor.start(*engines)
                 await self.models.open()
                 last_view = LastView(self.state, wanted=self.telemetry.measures)
                 stack.callback(last_view.close)

@@ -177,6 +177,10 @@ class Index:
             return bool(group.open)
         return not group.open <= group.counts_changed or bool(self._renewed(model, adapters).open)
 
+    def open_among(self, models: Iterable[ModelId]) -> Iterator[ModelId]:
+        """Return those of the models that an instance takes a request of now."""
+        return (model for model in models if model in self._hosts and self.has_open(model))
+
     def all_adapt(self, model: ModelId) -> bool:
         """Return whether every host of the model can hold adapters."""
         return not self._hosts.get(model, self._none).without_adapters

@@ -20,6 +20,7 @@ from hotswap.engine import (
 )
 from hotswap.errors import InstanceError, UnsupportedModel
 from hotswap.loop_time import current_time
+from hotswap.metered_store import MeteredStore
 from hotswap.model import ModelCard
 from hotswap.phase_view import PhaseView
 from hotswap.request import ModelId
@@ -60,7 +61,8 @@ class Instance:
         refused: Models that its engine says it will never serve, with its reasons.
         turn: The requests that its turn began with.
         num_evicted: How many requests it has given back so far.
-        phase: Where its swap is; `None` outside of one.
+        phase: Where its swap is, without the bytes; `None` outside of one.
+        reads: What its swap reads the next model from.
         lost_because: Why it is lost, empty if that is not known; `None` while it is not.
     """
 
@@ -78,6 +80,7 @@ class Instance:
         self.turn = Turn()
         self.target: ModelId | None = None
         self.phase: PhaseView | None = None
+        self.reads: MeteredStore | None = None
         self.lost_because: str | None = None
         self.cooldowns: dict[ModelId | None, Cooldown] = {}
         self.refused: dict[ModelId, UnsupportedModel] = {}
@@ -85,6 +88,12 @@ class Instance:
         self._first_token: Span | None = None
         self._told: EngineStatus | None = None
         self.consider(*models)
+
+    def current_phase(self) -> PhaseView | None:
+        """Return where its swap is, with the bytes that it has read by now; `None` outside of one."""
+        if self.phase is None or self.reads is None:
+            return None
+        return replace(self.phase, loaded_bytes=self.reads.num_bytes)
 
     def status(self) -> EngineStatus:
         """Return what the engine tells of itself.
@@ -126,7 +135,7 @@ class Instance:
             max_adapters=status.max_adapters if _supports(type(self.engine), SupportsAdapters) else 0,
             swapping=self.swapping,
             target=self.target,
-            phase=self.phase,
+            phase=self.current_phase(),
             lost_because=(self.lost_because or status.lost_because) if status.state == "LOST" else "",
             serving_since_s=self.serving_since_s if status.model is not None else None,
             draining=self.draining,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import anyio
 
@@ -14,6 +13,7 @@ from hotswap.engine import Engine
 from hotswap.errors import ConfigError, SwapRefused
 from hotswap.kv_store import KVStore
 from hotswap.loop_time import current_time
+from hotswap.metered_store import MeteredStore
 from hotswap.phase_view import PhaseView
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
@@ -74,7 +74,7 @@ class FleetState(Registry):
         self._samples: dict[RequestId, dict[ActiveRequest, None]] = {}
         self._running: dict[InstanceId, dict[RequestId, ActiveRequest]] = {}
         self._cooling_down = dict[InstanceId, None]()
-        self._progressed = dict[InstanceId, Instance]()  # since the last view that shows it
+        self._swapping = dict[InstanceId, Instance]()  # in a phase that reads on
         self._listeners: list[StateListener] = []
         self._change: anyio.Event | None = None
 
@@ -172,27 +172,19 @@ class FleetState(Registry):
 
     def unclaim(self, instance: Instance) -> None:
         """Give an instance back after its swap."""
-        instance.swapping, instance.target, instance.phase = False, None, None
+        instance.swapping, instance.target, instance.phase, instance.reads = False, None, None, None
+        self._swapping.pop(instance.id, None)
         instance.swapped_s = current_time()
         self._note(instance)
 
-    def begin_phase(self, instance: Instance, name: str, total_bytes: int) -> None:
-        """Note the phase of its swap that an instance is in from now on."""
-        loaded = 0 if instance.phase is None else instance.phase.loaded_bytes
-        now_s = current_time()
-        instance.phase = PhaseView(name=name, since_s=now_s, loaded_bytes=loaded, total_bytes=total_bytes)
-        self.events.note("swap_phase", instance=instance.id, model=instance.target, phase=instance.phase)
+    def begin_phase(self, instance: Instance, name: str, total_bytes: int, reads: MeteredStore) -> None:
+        """Note the phase of its swap that an instance is in from now on, and from what the swap reads."""
+        instance.phase = PhaseView(name=name, since_s=current_time(), total_bytes=total_bytes)
+        instance.reads = reads
+        self._swapping[instance.id] = instance
+        phase = instance.current_phase()
+        self.events.note("swap_phase", instance=instance.id, model=instance.target, phase=phase)
         self._note(instance)
-
-    def note_loaded(self, instance: Instance, num_bytes: int) -> None:
-        """Note how much of the next model its swap has read so far."""
-        if (phase := instance.phase) is not None:
-            instance.phase = replace(phase, loaded_bytes=num_bytes)
-            self._progressed[instance.id] = instance
-            if self.events.is_awaited:  # it says nothing to those that come later
-                self.events.note(
-                    "swap_progress", instance=instance.id, model=instance.target, phase=instance.phase
-                )
 
     def set_serving_since(self, instance: Instance, since_s: float | None) -> None:
         """Note when an instance's model became ready; `None` when it has none any more."""
@@ -412,8 +404,9 @@ class FleetState(Registry):
 
         With `progress` also with how much their swaps have read, which routes need not know.
         """
-        while progress and self._progressed:
-            self._note(self._progressed.popitem()[1])
+        if progress:
+            for instance in self._swapping.values():
+                self._note(instance)
         self.index.refresh()
 
     def troubled(self) -> tuple[Instance, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -60,40 +60,28 @@ class EngineSupervisor(AsyncContextManagerMixin):
                 for started in self._engines.values():
                     started.stop.set()
 
-    async def start_all(self, engines: Iterable[Engine]) -> None:
-        """Start engines at the same time. An error or a cancellation stops all of them again."""
-        first: Exception | None = None
+    async def start(self, *engines: Engine) -> None:
+        """Start engines at the same time; the first error of one is raised here.
 
-        async def start(engine: Engine) -> None:
-            nonlocal first
-            try:
-                await self.start(engine)
-            except Exception as exc:
-                first = first or exc
-                starting.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as starting:
-            for engine in engines:
-                starting.start_soon(start, engine)
-        if first is not None:
-            raise first
-
-    async def start(self, engine: Engine) -> None:
-        """Start an engine; what it raises then is raised here. A cancellation stops it again."""
+        An error or a cancellation stops all of them again.
+        """
         assert self._tasks is not None, "only an open fleet starts engines"
-        started = self._engines[engine.id] = _Started(engine)
-        self._tasks.start_soon(self._keep, started, name=f"engine {engine.id}")
+        start = _Start(len(engines))
+        all_started = [_Started(engine, start) for engine in engines]
+        for started in all_started:
+            self._engines[started.engine.id] = started
+            self._tasks.start_soon(self._keep, started, name=f"engine {started.engine.id}")
         try:
-            await started.ready.wait()
+            await start.ended.wait()
+            if start.error is not None:
+                raise start.error
         except BaseException:
-            started.given_up = True
-            started.stop.set()
-            started.scope.cancel()
+            for started in all_started:
+                started.give_up()
             with anyio.CancelScope(shield=True):
-                await started.stopped.wait()
+                for started in all_started:
+                    await started.stopped.wait()
             raise
-        if started.error is not None:
-            raise started.error
 
     async def stop(self, engine: InstanceId) -> None:
         """Stop an engine that was started here; others stay as they are.
@@ -102,8 +90,7 @@ class EngineSupervisor(AsyncContextManagerMixin):
             InstanceError: the engine failed as it stopped; its task has ended all the same.
         """
         if (started := self._engines.get(engine)) is not None:
-            started.given_up = True
-            started.stop.set()
+            started.give_up()
             await started.stopped.wait()
             error, started.error = started.error, None
             if error is not None:
@@ -113,33 +100,59 @@ class EngineSupervisor(AsyncContextManagerMixin):
                 ) from error
 
     async def _keep(self, started: _Started) -> None:
-        is_ready = False
         try:
             with started.scope:
                 async with AsyncExitStack() as stack:
                     await enter(stack, started.engine, f"Engine {started.engine.id!r}")
-                    is_ready = True
-                    started.ready.set()
+                    started.is_ready = True
+                    started.start.one_ended()
                     with anyio.CancelScope(shield=True):  # requests end first, whatever ends the fleet
                         await started.stop.wait()
         except Exception as exc:
-            if is_ready:
+            started.error = exc
+            if started.is_ready:
                 log.warning("Engine %r failed as it stopped.", started.engine.id, exc_info=exc)
                 if not started.given_up:  # the fleet closes, and raises it
                     raise
-            started.error = exc
         finally:
             del self._engines[started.engine.id]
-            started.ready.set()
+            if not started.is_ready:
+                started.start.one_ended(started.error)
             started.stopped.set()
+
+
+class _Start:
+    """Engines that start at the same time; it has `ended` once all are ready, or one has failed."""
+
+    def __init__(self, num_starting: int) -> None:
+        self.error: Exception | None = None
+        self.ended = anyio.Event()
+        self._num_starting = num_starting
+        if not num_starting:
+            self.ended.set()
+
+    def one_ended(self, error: Exception | None = None) -> None:
+        """Note that one of them is ready, or has failed or was cancelled."""
+        self._num_starting -= 1
+        self.error = self.error or error
+        if error is not None or not self._num_starting:
+            self.ended.set()
 
 
 class _Started:
     """An engine on its way to be started, or started."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, start: _Start) -> None:
+        self.engine, self.start = engine, start
         self.error: Exception | None = None
+        self.is_ready = False
         self.given_up = False  # it is stopped alone, not with the fleet
         self.scope = anyio.CancelScope()
-        self.ready, self.stop, self.stopped = anyio.Event(), anyio.Event(), anyio.Event()
+        self.stop, self.stopped = anyio.Event(), anyio.Event()
+
+    def give_up(self) -> None:
+        """Stop it, or its start, while the others stay as they are."""
+        self.given_up = True
+        self.stop.set()
+        if not self.is_ready:
+            self.scope.cancel()

@@ -209,7 +209,7 @@ class SwapJob:
     async def _timed(self, name: str, limit_s: float, span: Span) -> AsyncGenerator[None]:
         """Bracket a phase by its span, its time limit and its record."""
         self._phase = name
-        self._state.begin_phase(self.instance, name, self._total_bytes)
+        self._state.begin_phase(self.instance, name, self._total_bytes, self._store)
         started_s, read_bytes = current_time(), self._store.num_bytes
         try:
             with self.telemetry.span(tm.SPAN_PHASE.format(name), parent=span) as phase:
@@ -305,17 +305,17 @@ class SwapJob:
 
 
 class _LoadProgress:
-    """Notes what a swap has read of its model, a few times a second."""
+    """Tells readers of events what a swap has read of its model, a few times a second."""
 
     def __init__(self, state: FleetState, instance: Instance) -> None:
         self._state, self._instance = state, instance
         self._next_s = -math.inf
 
-    def bytes_read(self, num_bytes: int) -> None:
-        now_s = current_time()
-        if now_s >= self._next_s:
+    def bytes_read(self) -> None:
+        if self._state.events.is_awaited and (now_s := current_time()) >= self._next_s:
             self._next_s = now_s + PROGRESS_S
-            self._state.note_loaded(self._instance, num_bytes)
+            phase, target = self._instance.current_phase(), self._instance.target
+            self._state.events.note("swap_progress", instance=self._instance.id, model=target, phase=phase)
 
 
 def _brief(error: BaseException) -> str:

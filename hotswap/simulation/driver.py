@@ -19,7 +19,7 @@ from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import HotswapError
 from hotswap.kv_store import KVStore
-from hotswap.loop_time import current_time
+from hotswap.loop_time import current_time, sleep_until
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model
 from hotswap.request import RequestId
@@ -96,7 +96,7 @@ class TraceDriver(ABC):
             beside.start_soon(self._lose, {str(engine.id): engine for engine in engines})
             async with anyio.create_task_group() as clients:
                 for number, request in enumerate(self._trace.requests):
-                    await anyio.sleep_until(request.arrive_s)
+                    await sleep_until(request.arrive_s)
                     self._send(fleet, number, request, clients)
                 await self._ended()
             beside.cancel_scope.cancel()
@@ -170,13 +170,13 @@ class TraceDriver(ABC):
         least_s = _LEAST_SAMPLE_S * max(1, len(engines) / _FEW_ENGINES)
         every_s = max(least_s, self._trace.seconds / _MOST_SAMPLES)
         for number in itertools.count():
-            await anyio.sleep_until(number * every_s)
+            await sleep_until(number * every_s)
             now_s = current_time()
             self.samples += [_sample(engine, now_s) for engine in engines]
 
     async def _lose(self, engines: Mapping[str, SimEngine]) -> None:
         for at_s, engine in sorted(self._scenario.cluster.losses):
-            await anyio.sleep_until(at_s)
+            await sleep_until(at_s)
             engines[engine].lose()
 
 

@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.sim.content import SimContent
 from hotswap.errors import ShardMissing, TierFull
 from hotswap.hardware import parse_bytes
-from hotswap.loop_time import current_time
+from hotswap.loop_time import current_time, sleep, sleep_until
 from hotswap.model import HostChunk, Manifest, Shard
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
@@ -307,10 +307,10 @@ class _Link:
         """Return once so many bytes have been read."""
         seconds = num_bytes / self._bytes_per_s
         if not self._shared:
-            await anyio.sleep(seconds)
+            await sleep(seconds)
             return
         self._free_s = max(self._free_s, current_time()) + seconds
-        await anyio.sleep_until(self._free_s)
+        await sleep_until(self._free_s)
 
 
 class _Queued:
