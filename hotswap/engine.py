@@ -217,7 +217,8 @@ class SupportsKVLimit(Protocol):
     def most_kv_tokens(self, model: ModelCard) -> int | None:
         """Return how many tokens of one request its KV blocks could hold; `None` if that is not known.
 
-        Synchronous, cheap, and the same at any time. The last token of a request takes no place.
+        Synchronous and cheap; once it is known, the same at any time. The last token of a request takes no
+        place.
         """
         ...
 

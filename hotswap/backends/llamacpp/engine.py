@@ -90,6 +90,9 @@ class LlamaCppEngine(ExternalEngine):
 
     # ------------------------------------------------------------------ weights
 
+    def most_kv_tokens(self, model: ModelCard) -> int:
+        return self._settings.request_blocks * KV_BLOCK_TOKENS
+
     def check_model(self, model: ModelCard) -> None:
         require_gguf(self.id, model.id, model)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from anyio import from_thread
@@ -17,6 +18,7 @@ from hotswap.backends.remote.values import adapter_fields, card_fields
 from hotswap.engine import (
     SupportsAdapters,
     SupportsGrammars,
+    SupportsKVLimit,
     SupportsModelCheck,
     SupportsModelTrial,
     SupportsPreload,
@@ -92,6 +94,32 @@ class _ChecksModels(LinkedEngine):
             link.verdicts.pop(model, None)
 
 
+class _LimitsKV(LinkedEngine):
+    """See `SupportsKVLimit`; the host is asked for each model until it can tell, and is believed then."""
+
+    def most_kv_tokens(self, model: ModelCard) -> int | None:
+        if self._link is None or self._link.lost or self._tasks is None:
+            return None
+        limits = self._link.kv_limits
+        if model not in limits:
+            if len(limits) >= _MAX_VERDICTS:
+                limits.clear()
+            limits[model] = None
+            self._tasks.start_soon(self._ask_limit, model, name=f"KV limit of {model.id} for {self.id}")
+        return limits[model]
+
+    async def _ask_limit(self, model: ModelCard) -> None:
+        link, num_tokens = self._linked(), 0
+        with suppress(HotswapError):  # it cannot tell now
+            answer = await link.call("most_kv_tokens", model=card_fields(model))
+            with link.reading():
+                num_tokens = answer.fields.size("num_tokens")
+        if num_tokens:
+            link.kv_limits[model] = num_tokens
+        else:
+            link.kv_limits.pop(model, None)
+
+
 class _TriesModels(LinkedEngine):
     """See `SupportsModelTrial`; the model is tried with what the host's store has of it."""
 
@@ -118,6 +146,7 @@ _ABILITIES: Final[dict[str, tuple[type, type[LinkedEngine]]]] = {
     "model_check": (SupportsModelCheck, _ChecksModels),
     "model_trial": (SupportsModelTrial, _TriesModels),
     "grammars": (SupportsGrammars, _ChecksGrammars),
+    "kv_limit": (SupportsKVLimit, _LimitsKV),
     "migration": (SupportsMigration, Migrates),
 }
 

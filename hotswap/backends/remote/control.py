@@ -68,6 +68,7 @@ class ControlLink:
         abilities: What the host's engine can do beside the verbs of every engine.
         loop: The event loop, for calls from threads.
         verdicts: What the host said of models that were asked about; `None` if it takes one, or has not said.
+        kv_limits: How many tokens of a request it said that its KV blocks hold; `None` if it has not said.
         lost: Why the link has ended; "" while it works.
         ended: Set when it has.
     """
@@ -78,6 +79,7 @@ class ControlLink:
         self.ended = anyio.Event()
         self.loop = current_token()
         self.verdicts: dict[ModelCard, UnsupportedModel | None] = {}
+        self.kv_limits: dict[ModelCard, int | None] = {}
         self._id = status.shown.id
         self._status = status
         self._outbox, self._inbox = Outbox(channel, silence_s), Inbox(channel, silence_s)

@@ -19,6 +19,7 @@ from hotswap.engine import (
     Engine,
     SupportsAdapters,
     SupportsGrammars,
+    SupportsKVLimit,
     SupportsModelCheck,
     SupportsModelTrial,
     SupportsPreload,
@@ -105,6 +106,8 @@ class Verbs:
                 engine.check_model(_card(fields))
             case "try_model" if isinstance(engine, SupportsModelTrial):
                 await engine.try_model(_card(fields), self.store)
+            case "most_kv_tokens" if isinstance(engine, SupportsKVLimit):
+                call.answer(num_tokens=engine.most_kv_tokens(_card(fields)) or 0)
             case "check_grammar" if isinstance(engine, SupportsGrammars):
                 field, grammar = _text(fields, "field"), _text(fields, "grammar")
                 await run_in_thread(engine.check_grammar, field, grammar)

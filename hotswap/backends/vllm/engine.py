@@ -33,7 +33,7 @@ from hotswap.backends.vllm.streams import Stream, Streams
 from hotswap.errors import HotswapError, RequestEvicted
 from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
-from hotswap.request import AdapterId, Request, RequestId
+from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenStream
 from hotswap.view import EngineStatus, InstanceState
@@ -128,6 +128,7 @@ class VllmEngine(ExternalEngine):
         self._core = None
         self._card: ModelCard | None = None
         self._context = 0
+        self._kv_tokens = dict[ModelId, int]()  # of models that vLLM has loaded, since it tells then
         self._streams = Streams(self._notifier)
         self._sinks: list[VllmKVSink] = []
         self._adapters = Adapters(
@@ -141,6 +142,9 @@ class VllmEngine(ExternalEngine):
 
     async def try_model(self, model: ModelCard, store: WeightStore) -> None:
         await self._kernels.check(await store.manifest(model.id), store)
+
+    def most_kv_tokens(self, model: ModelCard) -> int | None:
+        return self._kv_tokens.get(model.id)
 
     def can_preload(self, model: ModelCard) -> bool:
         return self._loaded_bytes + model.weight_bytes <= self._settings.total_bytes
@@ -264,6 +268,7 @@ class VllmEngine(ExternalEngine):
         core = processes
         self._core, self._card = core, model
         self._context = min(core.context, model.max_context_tokens)
+        self._kv_tokens[model.id] = core.num_blocks * core.block_tokens
         self._adapters.serve(model.id, core)
         core.died = partial(self._note_death, core)
         core.stats.notifier = self._notifier

@@ -14,7 +14,7 @@ from hotswap import Fleet, MigrationRecord, Sampling, SwapRecord
 from hotswap.abc import Channel, Engine, ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.remote import EngineHost, RemoteEngine
 from hotswap.backends.sim import SimEngine
-from hotswap.errors import SwapFailed, UnsupportedModel
+from hotswap.errors import PromptTooLong, SwapFailed, UnsupportedModel
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import CostSwap, KeepAliveSwap
 from hotswap.testing import SpanRecorder
@@ -186,6 +186,15 @@ async def test_a_model_that_the_host_will_never_serve_is_refused_while_the_old_o
             await fleet.swap("e0", to="b")
         assert refused.value.phase == "preflight"
         assert fleet.view().instances[0].model == "a"
+
+
+@virtual_time
+async def test_a_request_that_no_host_could_hold_causes_no_swap() -> None:
+    async with remote_fleet([engine_of("e0", kv_blocks=4), engine_of("e1", kv_blocks=8)]) as (fleet, _):
+        await anyio.sleep(1.0)  # the hosts have been asked when the models were read
+        with pytest.raises(PromptTooLong, match="no engine has those of more than 128"):
+            await fleet.generate("a", PROMPT, Sampling(max_tokens=200))
+        assert fleet.swaps == ()
 
 
 @virtual_time
