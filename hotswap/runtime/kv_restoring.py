@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,26 +47,54 @@ NO_RESTORE = NoRestore()
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The restores of one instance: a few make room at once, and one copies."""
+    """The restores of one instance: a few make room at once, and one copies.
+
+    Of those that share most of what is stored, as samples of one prompt do, one goes first: the others find
+    its blocks.
+    """
 
     limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MOST_RESTORES))
     copying: anyio.Lock = field(default_factory=anyio.Lock)
+    _filling: dict[bytes, anyio.Event] = field(default_factory=dict[bytes, anyio.Event])
+
+    @asynccontextmanager
+    async def alone(self, key: bytes) -> AsyncGenerator[None]:
+        """Wait until no other restore of a key is in its block."""
+        while (other := self._filling.get(key)) is not None:
+            await other.wait()
+        self._filling[key] = anyio.Event()
+        try:
+            yield
+        finally:
+            self._filling.pop(key).set()
 
 
 class Restore:
-    """One restore, in a task of its own: the sink is left while the stream goes on."""
+    """One restore, in a task of its own: the sink is left while the stream goes on.
+
+    Args:
+        context: The fleet's store.
+        active: The request.
+        instance: Where it goes on.
+        key: Of a block in the middle of what is stored.
+        span: Of the stay.
+        lane: Of the instance.
+        lifetime: Has the task.
+    """
 
     def __init__(
         self,
         context: KVContext,
         active: ActiveRequest,
         instance: Instance,
+        key: bytes,
         span: Span,
         lane: Lane,
         lifetime: Lifetime,
     ) -> None:
         self._context, self._active, self._instance = context, active, instance
         self._span, self._lane, self._lifetime = span, lane, lifetime
+        self._key = key
         self._ready, self._left = anyio.Event(), anyio.Event()
         self._scope = anyio.CancelScope()
 
@@ -88,23 +117,27 @@ class Restore:
     async def _run(self) -> None:
         try:
             with self._scope, logged("restored", self._active.request.id):
-                async with self._lane.limiter:
-                    await self._restore()
+                await self._restore()
         finally:
             self._ready.set()
 
     async def _restore(self) -> None:
         request, engine = self._active.remaining, self._instance.engine
         assert isinstance(engine, SupportsMigration), "it was asked before"
+        began_s: float | None = None
         with anyio.move_on_after(RESTORE_S) as limit:
-            async with engine.import_kv(request) as sink:
-                await self._fill(sink, request.tokens)
+            async with self._lane.limiter, AsyncExitStack() as stack:
+                async with self._lane.alone(self._key):
+                    began_s = current_time()
+                    sink = await stack.enter_async_context(engine.import_kv(request))
+                    await self._fill(sink, request.tokens)
                 limit.deadline = float("inf")
                 self._ready.set()
                 await self._left.wait()
         if limit.cancelled_caught:
             log.info("Request %r is computed: restoring took over %g s.", request.id, RESTORE_S)
-            self._context.state.times.learn_restore(CHUNK_BYTES, RESTORE_S)
+            if began_s is not None:
+                self._context.state.times.learn_restore(CHUNK_BYTES, current_time() - began_s)
 
     async def _fill(self, sink: KVSink, tokens: Sequence[int]) -> None:
         """Copy what is stored and missing to the instance."""

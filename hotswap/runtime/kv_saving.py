@@ -73,11 +73,12 @@ class Save:
     async def until_stopped(self, deadline_s: float, waiting: anyio.CancelScope) -> None:
         """Save full blocks until the deadline, then stop and save all; cancel `waiting` for what is left."""
         try:
-            with anyio.move_on_after(deadline_s):
-                if deadline_s > 0:
-                    await self.ahead(deadline_s / 8)
-            with anyio.move_on_after(self._limit_s):
-                await self.stop_all()
+            with logged("saved", self._instance.id):
+                with anyio.move_on_after(deadline_s):
+                    if deadline_s > 0:
+                        await self.ahead(deadline_s / 8)
+                with anyio.move_on_after(self._limit_s):
+                    await self.stop_all()
         finally:
             waiting.cancel()
 
@@ -172,7 +173,13 @@ class Save:
         size_bytes = prefix.num_blocks * layout.block_bytes
         prefill_s = times.compute_s(len(prefix.tokens)) * share
         copy_s = times.save_s(size_bytes) + times.restore_s(size_bytes)
-        return self._leases.enter_context(self._context.store.put(prefix, prefill_s=prefill_s, copy_s=copy_s))
+        put = self._context.store.put(prefix, prefill_s=prefill_s, copy_s=copy_s)
+        self._leases.callback(self._end, put)
+        return put
+
+    def _end(self, put: KVPut) -> None:
+        with logged("released", self._instance.id):
+            put.release()
 
     async def _copy(self, source: KVSource | CachedKV, put: KVPut) -> None:
         """Copy the blocks for which a put has room, and count them."""

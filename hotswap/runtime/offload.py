@@ -101,7 +101,7 @@ class Offload:
     async def save_ahead(self, instance: Instance, saved: Saved, span: Span) -> None:
         """Save full blocks while the instance serves; what does not work is left for later."""
         if isinstance(instance.engine, SupportsMigration):
-            with self._saving(instance, saved, span) as save:
+            with logged("saved", instance.id), self._saving(instance, saved, span) as save:
                 await save.ahead()
 
     async def save_running(self, instance: Instance) -> frozenset[RequestId]:
@@ -143,13 +143,17 @@ class Offload:
         layout = self._context.layout(request.model, request.adapter)
         if layout is None or not isinstance(instance.engine, SupportsMigration):
             return NO_RESTORE
+        if request.sampling.prompt_logprobs is not None and not request.generated:
+            return NO_RESTORE  # they are told of what is computed
+        prefix = self._context.prefix(layout, request.tokens[:-1])
         with logged("looked up", request.id):
-            num_tokens = self._context.store.lookup(self._context.prefix(layout, request.tokens[:-1]))
+            num_tokens = self._context.store.lookup(prefix)
         if not num_tokens or not self._is_sooner_copied(num_tokens, layout):
             return NO_RESTORE
         if (lane := self._lanes.get(instance)) is None:
             lane = self._lanes[instance] = Lane()
-        return Restore(self._context, active, instance, span, lane, self._lifetime)
+        key = prefix.key(num_tokens // layout.block_tokens // 2)
+        return Restore(self._context, active, instance, key, span, lane, self._lifetime)
 
     def learn_first(self, active: ActiveRequest, num_reused: int) -> None:
         """Learn how long computing takes from the first token of a stay that has just come."""

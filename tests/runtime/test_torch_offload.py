@@ -37,8 +37,8 @@ from tests.backends.torch.zoo import make_model
 from tests.runtime.support import Idle
 
 BLOCK_BYTES = 32 * 3 * 2 * 2 * 16 * 4
-GREEDY = Sampling(max_tokens=80, ignore_eos=True)
-SAMPLED = Sampling(max_tokens=80, ignore_eos=True, temperature=1.0, seed=3)
+GREEDY = Sampling(max_tokens=240, ignore_eos=True)
+SAMPLED = Sampling(max_tokens=240, ignore_eos=True, temperature=1.0, seed=3)
 SKELETONS = SkeletonCache()
 
 
@@ -170,9 +170,10 @@ async def test_tokens_are_those_of_an_undisturbed_run(store: DictStore, budget: 
                 await fleet.swap("e0", to="a")
         await settle([engine])
         all_released(fleet, [engine])
+        num_saved = [record.num_saved for record in fleet.swaps]
     assert [client.tokens for client in clients] == await undisturbed(store)
-    if budget > 1 << 20:
-        assert sum(client.num_restored for client in clients) > (500 if kv_tokens > 1000 else 100)
+    if budget > 1 << 20 and kv_tokens > 1000:  # of those that had not ended before
+        assert sum(client.num_restored for client in clients) >= 40 * sum(num_saved)
     if not budget:
         assert not any(client.num_restored for client in clients)
 

@@ -12,13 +12,13 @@ from hotswap.backends.bad_words import BadWords
 from hotswap.request import Request
 from hotswap.sampling import Sampling
 
-__all__ = ["Steps", "unsupported"]
+__all__ = ["SURELY", "Steps", "unsupported"]
 
 _FIELDS = ["tokens", "completion_probabilities", "timings/cache_n"]
 # The order of `Sampling`: biases, penalties, temperature, cuts. llama.cpp's own cuts before the temperature.
 _SAMPLERS = ["penalties", "temperature", "top_k", "top_p", "min_p"]
 _MANY_LOGPROBS = 256
-_SURELY = 1e6  # added to the logit of a token that is to come
+SURELY = 1e6  # added to the logit of a token that is to come
 _MOST_SEED = (1 << 32) - 1  # which llama.cpp takes for none
 
 
@@ -111,7 +111,7 @@ class Steps:
                 "return_tokens": True,
                 "temperature": 0,
                 "samplers": [],
-                "logit_bias": [(end_token, _SURELY)],
+                "logit_bias": [(end_token, SURELY)],
                 "n_probs": min(count, self._vocabulary),
                 "response_fields": _FIELDS,
             }

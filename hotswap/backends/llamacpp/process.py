@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 _library: Any = import_module("xllamacpp")
+_LOG_PAUSE_S = 0.1
 
 
 def _parameters(given: dict[str, Any]) -> Any:
@@ -42,6 +43,14 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
+def _end_with_log() -> NoReturn:
+    """End once llama.cpp has written its log, which a thread of its own does; nothing tells when."""
+    size = -1
+    while size != (size := os.fstat(sys.stderr.fileno()).st_size):
+        threading.Event().wait(_LOG_PAUSE_S)
+    os._exit(1)
+
+
 def main() -> None:
     """Serve until the standard input is closed."""
     given = json.loads(sys.stdin.readline())
@@ -50,7 +59,7 @@ def main() -> None:
         server = _library.Server(_parameters(given))
     except Exception as exc:
         _tell({"error": f"{type(exc).__name__}: {exc}"})
-        os._exit(1)
+        _end_with_log()
     _tell({"address": server.listening_address})
     threading.Event().wait()
 

@@ -20,6 +20,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from hotswap.backends.llamacpp.http import RefusedByServer, call
+from hotswap.backends.llamacpp.params import SURELY
 from hotswap.backends.llamacpp.settings import Settings
 from hotswap.errors import HotswapError, InstanceError, OutOfMemory, ShardCorrupt, UnsupportedModel
 from hotswap.worker_threads import run_in_thread
@@ -28,6 +29,7 @@ __all__ = ["Server"]
 
 _PROGRAM = str(Path(__file__).with_name("process.py"))
 _LONGEST_LINE = 1 << 16
+_GRACE_S = 5.0
 _LOG_BYTES = 8192
 
 # Parts of llama.cpp's messages about models that it cannot load.
@@ -38,6 +40,12 @@ _CAUSES: tuple[tuple[str, type[HotswapError], str], ...] = (
     ("failed to read", ShardCorrupt, "import the GGUF file again"),
     ("invalid magic", ShardCorrupt, "give a GGUF file"),
     ("allocate", OutOfMemory, "lower kv_tokens or max_requests, or give it more memory"),
+    (
+        "check_tensor_dims",
+        ShardCorrupt,
+        "get another GGUF file of it",
+    ),
+    ("error loading model", UnsupportedModel, "get another GGUF file of it, or a newer xllamacpp"),
 )
 
 
@@ -156,6 +164,8 @@ class Server:
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError, OSError):
             answer = {"error": await self.wait()}
         if "error" in answer:
+            with anyio.move_on_after(_GRACE_S):  # its log is whole once it has ended
+                await self.wait()
             raise await run_in_thread(self._failure, str(answer["error"]))
 
     async def _learn(self) -> None:
@@ -165,11 +175,17 @@ class Server:
             # The tokens that `ignore_eos` forbids are those that end generations.
             probe = {"prompt": [0], "n_predict": 0, "ignore_eos": True, "response_fields": [_BIASES]}
             told = await call(self._socket, self._key, "/completion", json.dumps(probe).encode())
+            forced = await call(self._socket, self._key, "/completion", json.dumps(_FORCED).encode())
         except (OSError, RefusedByServer, anyio.EndOfStream, anyio.BrokenResourceError) as exc:
             raise await run_in_thread(self._failure, f"it does not answer: {exc}") from exc
         meta = models["data"][0]["meta"]
         self.vocabulary, self.context = int(meta["n_vocab"]), int(meta["n_ctx_train"])
         self.end_tokens = frozenset(int(bias["token"]) for bias in told[_BIASES])
+        if forced["tokens"] != [_TOKEN]:  # NaN is neither more nor less than a bias
+            raise ShardCorrupt(
+                "llama.cpp computes no numbers with the model: its weights are damaged. Get another GGUF "
+                "file of it, and import that by `hotswap store add --replace`."
+            )
 
     def _failure(self, otherwise: str) -> HotswapError:
         """Return the error that its log tells."""
@@ -183,6 +199,16 @@ class Server:
 
 
 _BIASES = "generation_settings/logit_bias"
+_TOKEN = 0
+_FORCED = {
+    "prompt": [_TOKEN],
+    "n_predict": 1,
+    "temperature": 0,
+    "samplers": list[str](),
+    "logit_bias": [(_TOKEN, SURELY)],
+    "return_tokens": True,
+    "response_fields": ["tokens"],
+}
 
 
 def _message(line: str) -> str:

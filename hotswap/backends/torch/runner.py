@@ -132,6 +132,8 @@ class Runner:
 
     Attributes:
         background_done: Whether no background work is left.
+        is_blocked: Whether no request can be computed until a command has changed something: requests that
+            are stopped, or arrive, hold the blocks that all others wait for.
     """
 
     def __init__(self, forward: Forward, batcher: Batcher, budget: TokenBudget | None = None) -> None:
@@ -140,14 +142,15 @@ class Runner:
         self._space, self._masks = Workspace(), MaskThread()
         self._num_failed = 0
         self.batcher = batcher
-        self.background_done = False
+        self.background_done = self.is_blocked = False
         if budget is not None:
             batcher.token_budget = budget.tokens
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests and no batches in flight."""
-        return not (self._in_flight or self.batcher.running or self.batcher.waiting)
+        """Whether there are no batches in flight, and no requests that could be computed."""
+        waits = self.is_blocked or not (self.batcher.running or self.batcher.waiting)
+        return waits and not self._in_flight
 
     @property
     def is_timed(self) -> bool:
@@ -184,6 +187,9 @@ class Runner:
         start_s = time.perf_counter()
         while len(self._in_flight) < self._forward.depth and self._begin():
             pass
+        if not self._in_flight:
+            self.is_blocked = True
+            return self.report()
         step = self._in_flight.popleft()
         sampled = self._finish(step)
         if self._budget is not None:

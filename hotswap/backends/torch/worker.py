@@ -186,6 +186,8 @@ class Worker:
             # No reference to a command is kept: when `detach` calls `done`, none may refer to the runner.
             commands.popleft()()
         if had_commands:
+            if self._runner is not None:
+                self._runner.is_blocked = False
             throttle.set_stepping(self._runner is not None and not self._runner.idle)
             if self._runner is not None:
                 self._publish(self._runner.report())

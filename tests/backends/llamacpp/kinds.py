@@ -1,20 +1,34 @@
-"""One model for engines of several kinds, and a fleet in which a request goes from kind to kind."""
+"""One model for engines of several kinds, and requests that go from kind to kind.
+
+    OMP_NUM_THREADS=1 .cache/vllm-env/bin/python -m tests.backends.llamacpp.kinds 200
+
+has a `TorchEngine`, a `VllmEngine` and a `LlamaCppEngine` evict so many requests, in turn.
+"""
 
 from __future__ import annotations
 
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import anyio
 import gguf
 import numpy as np
 import transformers
 
-from hotswap import Fleet, Model, Request, Token
+from hotswap import Fleet, Model, Request, RequestId, Token
 from hotswap.abc import Engine, ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.llamacpp import LlamaCppEngine
+from hotswap.backends.torch import TorchEngine
 from hotswap.policies.schedulers import KeepAsIs
-from tests.backends.llamacpp.asking import answer, ask
+from tests.backends.evictions import Client, rounds
+from tests.backends.llamacpp.asking import answer, ask, ids
 from tests.backends.llamacpp.gguf_files import GgufStore, add_vocabulary, write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import COMMON, make_model
@@ -53,6 +67,21 @@ def make_llama_cpp(store: GgufStore) -> Engine:
     exact = {"cache_type_k": "GGML_TYPE_F32", "cache_type_v": "GGML_TYPE_F32"}
     engine = LlamaCppEngine("llamacpp", kv_tokens=2048, max_requests=2, threads=1, arguments=exact)
     return FromItsStore(engine, store)
+
+
+def make_engines(kinds: Sequence[str], files: GgufStore) -> dict[str, Engine]:
+    """Engines of the kinds `"torch"`, `"vllm"` and `"llamacpp"`."""
+    engines: dict[str, Engine] = {}
+    for kind in kinds:
+        if kind == "torch":
+            engines[kind] = TorchEngine(kind, kv_tokens=2048, threads=1)
+        elif kind == "vllm":
+            vllm: Any = import_module("hotswap.backends.vllm")  # installed in an environment of its own
+            sizes = {"kv_bytes": "8 MiB", "kv_block_tokens": 32, "memory_bytes": "256 MiB"}
+            engines[kind] = vllm.VllmEngine(kind, dtype="float32", **sizes)
+        else:
+            engines[kind] = make_llama_cpp(files)
+    return engines
 
 
 def write_gguf_of(model: Any, path: Path) -> Path:
@@ -133,3 +162,48 @@ async def assert_goes_on_across(engines: dict[str, Engine], store: WeightStore, 
                     await fleet.swap(away.pop(0), to=MODEL)
     assert [token.index for token in got] == list(range(len(got)))
     assert set(hops) == set(engines), "every kind has had it"
+
+
+async def assert_parts_are_those_of_their_kinds(
+    engines: dict[str, Engine], store: DictStore, num_evictions: int
+) -> int:
+    """Raise unless each part of a request has the tokens that its engine alone gives for those before it.
+
+    The engines evict so many requests, in turn. Returns how many parts were compared.
+    """
+    card, done = store.card(MODEL), list[Client]()
+    requests = [replace(asked(prompt), id=RequestId(f"r{at}")) for at, prompt in enumerate(PROMPTS)]
+    async with AsyncExitStack() as stack:
+        for engine in engines.values():
+            await stack.enter_async_context(engine)
+        async for clients in rounds(
+            list(engines.values()), card, store, requests, num_evictions=num_evictions, random=Random(3)
+        ):
+            done += clients
+        for client in done:
+            assert [token.index for token in client.tokens] == list(range(client.request.sampling.max_tokens))
+        num_compared = 0
+        for engine in engines.values():
+            await engine.load(card, store)
+            for client in done:
+                ends = [*(start for _, start in client.parts[1:]), len(client.tokens)]
+                for (there, start), end in zip(client.parts, ends, strict=True):
+                    if there is engine and end > start:
+                        alone = await ids(engine, client.request.continued(client.ids[:start]))
+                        assert alone[: end - start] == client.ids[start:end], (engine, client.request, start)
+                        num_compared += 1
+            await engine.unload()
+    return num_compared
+
+
+async def main(num_evictions: int) -> None:
+    """Print what came of so many evictions across all kinds."""
+    with tempfile.TemporaryDirectory() as scratch:
+        modules, files = make_stores(Path(scratch))
+        engines = make_engines(("torch", "vllm", "llamacpp"), files)
+        num_parts = await assert_parts_are_those_of_their_kinds(engines, modules, num_evictions)
+    sys.stdout.write(f"{num_evictions} evictions, {num_parts} parts: each is what its engine gives alone.\n")
+
+
+if __name__ == "__main__":
+    anyio.run(main, int(sys.argv[1]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import stat
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +195,38 @@ async def test_a_file_cut_short_is_corrupt(store: GgufStore) -> None:
         with pytest.raises(ShardCorrupt, match="corrupted or incomplete"):
             await engine.load(await store.card("a"), store)
         assert engine.status().state is InstanceState.EMPTY
+        await engine.load(await store.card("b"), store)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "why"),
+    [
+        (b"blk.1.ffn_up", b"blk.9.ffn_up", ShardCorrupt, "'blk.1.ffn_up.weight' not found"),
+        (b"blk.1.ffn_up", b"blk.1.ffn_no", ShardCorrupt, "'blk.1.ffn_up.weight' not found"),
+        (b"llama.block_count", b"llama.block_other", UnsupportedModel, "error loading model"),
+    ],
+)
+async def test_a_file_that_lacks_a_part_is_refused_by_what_it_lacks(
+    store: GgufStore, before: bytes, after: bytes, kind: type[Exception], why: str
+) -> None:
+    data = store.files["a"].read_bytes()
+    store.files["a"].write_bytes(data.replace(before, after, 1))
+    async with make_engine() as engine:
+        with pytest.raises(kind, match=why):
+            await engine.load(await store.card("a"), store)
+        assert engine.status().state is InstanceState.EMPTY
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_weights_that_are_no_numbers_are_refused(
+    store: GgufStore, tmp_path: Path, number: float
+) -> None:
+    """llama.cpp itself answers with one token again and again."""
+    data = write_gguf(tmp_path / "plain.gguf", seed=1, kind="F32").read_bytes()
+    store.files["a"].write_bytes(data[:-4] + struct.pack("<f", number))
+    async with make_engine() as engine:
+        with pytest.raises(ShardCorrupt, match=r"computes no numbers.*--replace"):
+            await engine.load(await store.card("a"), store)
         await engine.load(await store.card("b"), store)
 
 

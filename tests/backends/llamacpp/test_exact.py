@@ -11,7 +11,7 @@ import pytest
 
 from hotswap import Request, Token
 from hotswap.backends.llamacpp import LlamaCppEngine
-from hotswap.errors import RequestEvicted
+from tests.backends.evictions import rounds
 from tests.backends.llamacpp.asking import answer, ask
 from tests.backends.llamacpp.gguf_files import GgufStore, write_gguf
 
@@ -43,60 +43,21 @@ def requests(random: Random) -> list[Request]:
     ]
 
 
-class Client:
-    """Reads one request, wherever it goes on."""
-
-    def __init__(self, request: Request) -> None:
-        self.request, self.tokens, self.num_evictions = request, list[Token](), 0
-        self.more = anyio.Event()
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1].finish_reason is not None
-
-    async def read(self, engine: LlamaCppEngine) -> None:
-        """Read to the end or to an eviction."""
-        try:
-            async with engine.stream(self.request.continued([t.id for t in self.tokens])) as tokens:
-                async for token in tokens:
-                    self.tokens.append(token)
-                    self.more.set()
-        except RequestEvicted:
-            self.num_evictions += 1
-        self.more.set()
-
-    async def has(self, num_tokens: int) -> None:
-        """Wait for so many tokens, or for the end."""
-        while len(self.tokens) < num_tokens and not self.is_done:
-            self.more = anyio.Event()
-            await self.more.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q4_K", "F16"])
 async def test_two_hundred_evictions_at_random_tokens_change_nothing(tmp_path: Path, kind: str) -> None:
     store = GgufStore({"a": write_gguf(tmp_path / "a.gguf", seed=1, kind=kind)})
-    card, random, num_evictions = await store.card("a"), Random(3), 0
-    wanted = NUM_EVICTIONS if kind == "Q4_K" else NUM_EVICTIONS // 4
+    card, asked = await store.card("a"), requests(Random(1))
+    num_evictions = NUM_EVICTIONS if kind == "Q4_K" else NUM_EVICTIONS // 4
     async with make_engine("e0") as one, make_engine("e1") as other:
         await one.load(card, store)
-        expected = {request.id: await answer(one, request) for request in requests(Random(1))}
-        while num_evictions < wanted:
-            clients = [Client(request) for request in requests(Random(1))]
-            while not all(client.is_done for client in clients):
-                await other.load(card, store)
-                left = [client for client in clients if not client.is_done]
-                first, goal = random.choice(left), random.randrange(1, 4)
-                async with anyio.create_task_group() as tasks:
-                    for client in left:
-                        tasks.start_soon(client.read, one)
-                    await first.has(len(first.tokens) + goal)
-                    await one.evict(deadline_s=0)
-                await one.unload()
-                one, other = other, one
+        expected = {request.id: await answer(one, request) for request in asked}
+        await one.unload()
+        async for clients in rounds(
+            [one, other], card, store, asked, num_evictions=num_evictions, random=Random(3)
+        ):
             for client in clients:
                 assert client.tokens == expected[client.request.id], client.request
-            num_evictions += sum(client.num_evictions for client in clients)
     assert store.num_lent == 0
 
 

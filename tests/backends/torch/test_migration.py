@@ -132,3 +132,38 @@ async def test_blocks_stay_allocated_while_a_cancelled_migration_still_writes_th
         with suppress(asyncio.CancelledError):
             await task
         assert await look(other) == num_blocks
+
+
+async def test_a_request_waits_while_an_arriving_one_holds_the_blocks(store: DictStore) -> None:
+    """Nothing can be computed meanwhile, which is no fault of the engine."""
+    async with serving(store, kv_tokens=512) as engine:
+        arriving, waiting = (
+            ask("arriving", prompt_tokens=100),
+            ask("waiting", prompt_tokens=300, max_tokens=5),
+        )
+        async with AsyncExitStack() as move:
+            sink = await move.enter_async_context(engine.import_kv(arriving))
+            await sink.reserve(400)
+            async with engine.stream(waiting) as tokens:
+                for _ in range(5):  # the engine's thread goes on with what else it is asked
+                    async with engine.import_kv(ask("another")):
+                        pass
+                assert engine.status().num_waiting == 1
+                await move.aclose()
+                assert len(await tokens.collect()) == 5
+
+
+async def test_a_request_waits_while_a_stopped_one_holds_the_blocks(store: DictStore) -> None:
+    async with serving(store, kv_tokens=512) as engine:
+        stopped = ask("stopped", prompt_tokens=300, max_tokens=20)
+        waiting = replace(stopped, id=RequestId("waiting"), prompt=stopped.prompt[::-1])
+        async with engine.stream(stopped) as tokens, AsyncExitStack() as move:
+            await anext(tokens)
+            source = await move.enter_async_context(engine.export_kv(stopped.id))
+            await source.stop()
+            async with engine.stream(waiting) as others:
+                async with engine.import_kv(ask("another")):
+                    assert engine.status().num_waiting == 1
+                await move.aclose()
+                assert len(await tokens.collect()) == 19
+                await anext(others)
