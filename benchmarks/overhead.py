@@ -14,14 +14,12 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import anyio
-from anyio.lowlevel import checkpoint
 
 from benchmarks.by_hand import ByHand
 from benchmarks.measure import Summary, machine, rounds, write_json
@@ -33,9 +31,10 @@ from benchmarks.route_overhead import (
     missed,
     show_routes,
 )
+from benchmarks.step_engine import StepEngine
 from benchmarks.table import show
-from hotswap import Fleet, InstanceId, InstanceState, Model, ModelId, Request, RequestId, Sampling, Token
-from hotswap.abc import Engine, EngineStatus, ModelCard, TokenQueue, TokenStream, WeightStore
+from hotswap import Fleet, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import TokenStream
 from hotswap.backends.sim import SimStore, sim_manifest
 from hotswap.policies import LeastLoadedRouter
 
@@ -53,70 +52,6 @@ class Settings:
     tokens: int = 512
     repeats: int = 9
     routes: RouteSettings = field(default_factory=RouteSettings)
-
-
-class StepEngine(Engine):
-    """Gives every request a token a step, and computes nothing."""
-
-    def __init__(self) -> None:
-        self.id = InstanceId("e0")
-        self._state, self._model = InstanceState.EMPTY, ModelId("")
-        self._open: dict[TokenQueue, tuple[int, int]] = {}
-        self._asked = anyio.Event()
-
-    @asynccontextmanager
-    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._step_on)
-            yield self
-            tasks.cancel_scope.cancel()
-
-    async def load(self, model: ModelCard, store: WeightStore) -> None:
-        await checkpoint()
-        self._state, self._model = InstanceState.SERVING, model.id
-
-    async def unload(self) -> None:
-        await checkpoint()
-        self._state = InstanceState.EMPTY
-
-    @asynccontextmanager
-    async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        tokens = TokenQueue()
-        self._open[tokens] = len(request.generated), request.sampling.max_tokens
-        self._asked.set()
-        try:
-            yield tokens
-        finally:
-            self._open.pop(tokens, None)
-
-    async def evict(self, *, deadline_s: float) -> int:
-        await checkpoint()
-        self._state = InstanceState.DRAINING
-        return 0
-
-    def status(self) -> EngineStatus:
-        return EngineStatus(
-            id=self.id,
-            state=self._state,
-            model=self._model or None,
-            num_running=len(self._open),
-            memory_bytes=1 << 30,
-        )
-
-    async def _step_on(self) -> None:
-        while True:
-            if not self._open:
-                self._asked = anyio.Event()
-                await self._asked.wait()
-            for tokens, (index, most) in tuple(self._open.items()):
-                last = index + 1 == most
-                tokens.put(Token(id=7, index=index, finish_reason="length" if last else None))
-                if last:
-                    tokens.close()
-                    del self._open[tokens]
-                else:
-                    self._open[tokens] = index + 1, most
-            await checkpoint()
 
 
 def measure(settings: Settings) -> dict[str, Any]:

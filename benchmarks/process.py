@@ -83,6 +83,11 @@ class Process:
         return self._answer()
 
     @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
     def ended(self) -> bool:
         """Whether the process has ended, and its forks with it."""
         return self._process.poll() is not None
