@@ -126,7 +126,14 @@ class TokenQueue(TokenStream):
                     await checkpoint_if_cancelled()  # a cancelled reader gets its cancellation instead
                     raise self._error
                 return False
-            await self._change()
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            try:
+                await waiting
+            except BaseException:
+                if waiting in self._waiting:
+                    self._waiting.remove(waiting)
+                raise
         return True
 
     def _wake(self) -> None:
@@ -134,16 +141,6 @@ class TokenQueue(TokenStream):
             waiting = self._waiting.pop()
             if not waiting.done():  # else its reader was cancelled
                 waiting.set_result(None)
-
-    async def _change(self) -> None:
-        waiting = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        try:
-            await waiting
-        except BaseException:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-            raise
 
     def __repr__(self) -> str:
         return f"<TokenQueue [{len(self._tokens)} unread, {'closed' if self._closed else 'open'}]>"

@@ -148,6 +148,10 @@ class TextStream:
         """
         if self.stopped:
             return ""
+        if not self._stop:  # no text is held back
+            if is_end and not self._include_stop:
+                return self._characters.flush()
+            return self._characters.push(token, last=last or is_end)
         self._num_tokens += 1
         if is_end and not self._include_stop:
             self._held += self._characters.flush()
@@ -281,6 +285,8 @@ class _Characters:
 
 def _common(one: str, other: str) -> int:
     """Length of the common prefix of two texts."""
+    if not one:
+        return 0
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
 from hotswap import Chat, Fleet, FleetStream, HotswapError, Sampling, Token
-from hotswap.door.body import ClientLeft, read_body, while_connected
+from hotswap.door.body import ClientLeft, in_own_task, read_body, while_connected
 from hotswap.door.errors import Refusal, invalid, refusal_of
 from hotswap.door.keys import KeyRing, KeyUse, use_of
 from hotswap.door.limits import Limits
@@ -216,10 +217,8 @@ class Endpoint(ABC):
                 streams += await stack.enter_async_context(samples)
             stack.callback(_spend, use, streams, generation.sampling.n)
             reading = _Reading(streams, tasks)
-            if generation.stream:
-                await self._stream(generation, reading, writer)
-            else:
-                await self._whole(generation, reading, writer)
+            write = self._stream if generation.stream else self._whole
+            await in_own_task(tasks, partial(write, generation, reading, writer))
 
     async def _whole(self, generation: Generation, reading: _Reading, writer: _StreamWriter) -> None:
         choices: list[list[Token]] = [[] for _ in reading.streams]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import anyio
 from opentelemetry.trace import Span
@@ -119,8 +119,8 @@ class ClientRequest(ActiveRequest):
             text = self._text.push(token.id, last=finish is not None, is_end=finish == "stop")
             if self._text.matched_stop is not None:
                 self.matched_stop, finish = self._text.matched_stop, "stop"
-        top = self._model_text.with_text(token.top_logprobs)
-        self.tokens.put(replace(token, text=text, finish_reason=finish, top_logprobs=top))
+        top = self._model_text.with_text(token.top_logprobs) if token.top_logprobs else ()
+        self.tokens.put(token.with_text(text, finish, top))
         if finish is not None:
             self.finish_reason = finish
             self.tokens.close()
