@@ -31,13 +31,14 @@ READY := .venv/.ready-$(subst /,_,$(CONSTRAINTS))-$(subst $(comma),_,$(EXTRAS))
 BENCH := .cache/bench-env
 VLLM := .cache/vllm-env
 RAY := .cache/ray-env
+DOOR := .cache/door-env
 SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo serve test vllm-test ray-test gpu-test bench bench-env vllm-env vllm-sources ray-env check check-style check-mypy check-pyright public-types format wheel clean
+.PHONY: help venv demo serve test vllm-test ray-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env check check-style check-mypy check-pyright public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -51,7 +52,7 @@ demo: $(READY)  ## serve three models on two engines and watch them swap
 serve: $(READY)  ## serve the demo's models over HTTP, for curl and OpenAI's clients, until Ctrl-C
 	@$(BIN)/python -m examples.demo.serve $(ARGS)
 
-test: $(READY)  ## run every test that needs no GPU
+test: $(READY) door-env  ## run every test that needs no GPU
 	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)
 	@$(if $(ARGS)$(filter vllm,$(WITHOUT)),echo "The tests over vLLM are left out.",$(MAKE) --no-print-directory vllm-test)
 	@$(if $(ARGS)$(filter ray,$(WITHOUT)),echo "The tests over Ray are left out.",$(MAKE) --no-print-directory ray-test)
@@ -77,6 +78,19 @@ bench-env: $(BENCH)/.ready  ## install the loaders that the benchmarks compare w
 vllm-env: $(VLLM)/.ready  ## install vLLM for CPUs, for its tests and for `benchmarks engine`; over a gigabyte
 
 ray-env: $(RAY)/.ready  ## install Ray, for its tests and for `benchmarks remote`; a quarter of a gigabyte
+
+# What calls a door from outside: schemathesis, and OpenAI's client of npm. Tests that lack one say so.
+door-env: $(READY)  ## install what tests call a server by: schemathesis, and OpenAI's client of npm
+	@cmp --quiet tests/door/clients/requirements.txt $(DOOR)/.requirements \
+	    || { test -x $(DOOR)/bin/python || $(BIN)/python -m venv $(DOOR); \
+	         $(DOOR)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/door/clients/requirements.txt \
+	         && cp tests/door/clients/requirements.txt $(DOOR)/.requirements; } \
+	    || echo "schemathesis could not be installed; its tests are left out." >&2
+	@cmp --quiet tests/door/clients/package.json $(DOOR)/.package \
+	    || { command -v npm > /dev/null && mkdir -p $(DOOR) && cp tests/door/clients/package.json $(DOOR)/ \
+	         && npm install --prefix $(DOOR) --no-audit --no-fund --silent \
+	         && cp tests/door/clients/package.json $(DOOR)/.package; } \
+	    || echo "OpenAI's client of npm could not be installed; its tests are left out." >&2
 
 # Less than 20 MB of a wheel of hundreds. Without them, one file of the tests over vLLM has less to look at.
 vllm-sources: constraints/vllm-sources.txt | $(READY)  ## fetch the Python files of the newest vLLM, to look for what hotswap relies on

@@ -25,6 +25,7 @@ from hotswap.door.limits import Limits
 from hotswap.door.listing import ModelListing
 from hotswap.door.messages import Messages
 from hotswap.door.metrics import Metrics
+from hotswap.door.openapi import openapi
 from hotswap.door.operators import EventsEndpoint, Operators
 from hotswap.door.responses import Responses
 from hotswap.door.served import Served
@@ -123,6 +124,7 @@ def _operators_routes(door: Door) -> list[BaseRoute]:
 def _health_routes(door: Door, metrics: Metrics | None) -> list[BaseRoute]:
     health = Health(door, metrics)
     return [
+        Route("/openapi.json", answering(openapi)),
         Route("/live", answering(health.live)),
         Route("/health", answering(health.health)),
         Route("/ready", answering(health.ready)),

@@ -27,6 +27,8 @@ class Completions(Endpoint):
         name = self.named(use, asked.model, asked.adapter)
         if asked.best_of not in (None, asked.n or 1):
             raise invalid("best_of", "best_of is not n; all samples are returned.")
+        if asked.echo:
+            raise invalid("echo", "echo is true; answers have no prompts, so leave it out.")
         sampling = to_sampling(
             self.door,
             name,

@@ -100,7 +100,7 @@ class CompletionBody(GenerationBody):
     prompt: str | Tokens | list[str] | list[Tokens]
     max_tokens: int | None = 16
     logprobs: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: int | None = None
     suffix: Literal[""] | None = None
     response_format: ResponseFormat | None = None
