@@ -14,7 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hotswap.door.messages import MessagesBody
-from hotswap.door.operators import CancelBody, DrainBody, InstanceBody, MigrateBody, RollBody, SwapBody
+from hotswap.door.operators import (
+    CancelBody,
+    DrainBody,
+    InstanceBody,
+    MigrateBody,
+    ReloadBody,
+    ReplaceBody,
+    RollBody,
+    SwapBody,
+)
 from hotswap.door.protocol import ChatBody, CompletionBody, Detokenization, Tokenization
 from hotswap.door.responses_body import ResponsesBody
 from hotswap.door.wire import to_json
@@ -105,6 +114,8 @@ ENDPOINTS: dict[tuple[str, str], Described] = {
     ("post", "/admin/reopen"): _verb("Let requests come to an instance again.", InstanceBody),
     ("post", "/admin/migrate"): _verb("Move a request.", MigrateBody),
     ("post", "/admin/roll"): _verb("Give a model new weights.", RollBody),
+    ("post", "/admin/replace"): _verb("Put a new engine in the place of another.", ReplaceBody),
+    ("post", "/admin/reload"): _verb("Apply what has changed in the file of the server.", ReloadBody),
     ("post", "/admin/cancel"): _verb("End a request.", CancelBody),
     ("get", "/admin/view"): Described(does="Show the fleet.", statuses=_FOR_OPERATORS),
     ("get", "/admin/swaps"): Described(does="Show the last swaps.", statuses=_FOR_OPERATORS),
