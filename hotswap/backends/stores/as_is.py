@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from hotswap.backends.stores.gguf import gguf_files, read_gguf
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, align
 from hotswap.backends.stores.text_files import read_checkpoint_files, read_text_files
 from hotswap.backends.stores.writer import RankWriter
-from hotswap.errors import ShardCorrupt
+from hotswap.errors import ShardCorrupt, ShardMissing
 from hotswap.model import Manifest, TensorSpec
 from hotswap.request import ModelId
 
@@ -35,6 +36,13 @@ __all__ = ["AsIs", "plan_as_is"]
 
 _TENSOR_ALIGNMENT: Final = 256  # that of CUDA allocations, as in the other layout
 _PIECE_BYTES: Final = 8 << 20
+# Without which a quantised module cannot be computed; scales of activations may be missing.
+_QUANTISED_PARTS: Final = frozenset(
+    (
+        *("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_shape"),
+        *("weight_zero_point", "qweight", "qzeros", "scales", "g_idx", "SCB"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +107,8 @@ def plan_as_is(model: ModelId, source: Path) -> AsIs:
     """Return the plan of a copy of the checkpoint at `source`, a directory or a GGUF file. Blocking.
 
     Raises:
-        ShardMissing, ShardCorrupt, UnsafeFile: as `read_checkpoint`, also where tensors overlap.
+        ShardMissing, ShardCorrupt, UnsafeFile: as `read_checkpoint`, also where tensors overlap, or where a
+            quantised module lacks a tensor.
         ConfigError: a directory has several GGUF models.
     """
     if files := gguf_files(source):
@@ -111,7 +120,9 @@ def _plan_tensors(model: ModelId, source: Path, checkpoint: Checkpoint) -> AsIs:
     specs: list[TensorSpec] = []
     extents: list[Extent] = []
     end = 0
-    for tensor in read_tensors(source):
+    tensors = read_tensors(source)
+    _check_quantised_modules(source, tensors)
+    for tensor in tensors:
         specs.append(
             TensorSpec(
                 name=tensor.name,
@@ -145,6 +156,33 @@ def _plan_tensors(model: ModelId, source: Path, checkpoint: Checkpoint) -> AsIs:
     )
     side_files = {**checkpoint.side_files, **read_checkpoint_files(source)}
     return AsIs(manifest=manifest, extents=tuple(extents), side_files=side_files)
+
+
+def _check_quantised_modules(source: Path, tensors: Sequence[StoredTensor]) -> None:
+    """Refuse a quantised module without a tensor that the same module of another layer has.
+
+    An engine that joins modules, as vLLM does, would not notice, and compute with what lies in memory.
+
+    Raises:
+        ShardMissing: naming the tensor.
+    """
+    modules: dict[str, set[tuple[str, str]]] = {}
+    for tensor in tensors:
+        module, _, part = tensor.name.rpartition(".")
+        if part in _QUANTISED_PARTS:
+            modules.setdefault(module, set()).add((part, tensor.dtype))
+    alike: dict[str, list[str]] = {}
+    for module in modules:
+        alike.setdefault(re.sub(r"\d+", "#", module), []).append(module)
+    for names in alike.values():
+        fullest = max(names, key=lambda name: len(modules[name]))
+        for name in names:
+            if modules[name] < modules[fullest]:
+                part, _ = min(modules[fullest] - modules[name])
+                raise ShardMissing(
+                    f"The checkpoint at {str(source)!r} has no tensor '{name}.{part}', though it has "
+                    f"'{fullest}.{part}'. {FETCH_AGAIN}"
+                )
 
 
 def _kv_item_bytes(config: str) -> int:

@@ -152,6 +152,10 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "model",
             "model_config",
         ),
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.track_weights_loading": (
+            "model",
+            "loaded_weights",
+        ),
         "vllm.v1.worker.gpu_worker:Worker.reload_weights": (),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": ("weights_iterator",),
         "vllm.v1.request:Request.from_engine_core_request": ("request", "block_hasher"),

@@ -72,6 +72,37 @@ def test_files_without_a_tensor_are_no_checkpoint(source: Path, tmp_path: Path) 
         convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
 
 
+AWQ = {"qweight": "I32", "qzeros": "I32", "scales": "F16"}
+FP8 = {"weight": "F8_E4M3", "weight_scale": "BF16"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "lacking"), [(kind, part) for kind in (AWQ, FP8) for part in kind], ids=str
+)
+def test_a_quantised_module_without_a_part_is_refused(
+    parts: dict[str, str], lacking: str, source: Path, tmp_path: Path
+) -> None:
+    tensors = {
+        f"layers.{layer}.q_proj.{part}": (dtype, (2, 8))
+        for layer in range(3)
+        for part, dtype in parts.items()
+    }
+    del tensors[f"layers.1.q_proj.{lacking}"]
+    write_safetensors(source / "model.safetensors", tensors)
+    with pytest.raises(ShardMissing, match=rf"has no tensor 'layers\.1\.q_proj\.{lacking}', though it has"):
+        convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
+
+
+def test_layers_that_are_not_quantised_and_scales_of_activations_may_be_missing(
+    source: Path, tmp_path: Path
+) -> None:
+    tensors = {f"layers.{layer}.q_proj.{part}": (FP8[part], (2, 8)) for layer in (0, 1) for part in FP8}
+    tensors |= {"layers.2.q_proj.weight": ("BF16", (2, 8)), "layers.1.q_proj.input_scale": ("F32", (1, 1))}
+    write_safetensors(source / "model.safetensors", tensors)
+    manifest = convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
+    assert {tensor.name for tensor in manifest.tensors} == tensors.keys()
+
+
 @pytest.mark.parametrize("suffix", ["gguf", "GGUF"])
 def test_a_gguf_file_may_have_its_suffix_in_either_case(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"tiny.{suffix}"

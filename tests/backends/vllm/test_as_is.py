@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from benchmarks.coverage import FACTS
 from hotswap import Fleet, Model, ModelId, Request, RequestId, Sampling
@@ -187,3 +188,15 @@ async def test_what_vllm_cannot_read_is_refused_while_the_old_model_serves(kind:
     ) as fleet:
         with pytest.raises(SwapFailed, match=r"float6|LlamaCppEngine"):
             await fleet.swap("e0", to="m")
+
+
+async def test_a_checkpoint_without_a_weight_is_refused(tmp_path: Path) -> None:
+    """vLLM would compute with what it has made in its place."""
+    source = write(tmp_path / "source", "unquantised")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, source / "model.safetensors")
+    convert(source, tmp_path / "root", model_id="m", layout="checkpoint")
+    async with NvmeStore(tmp_path / "root") as store, make_engine() as engine:
+        with pytest.raises(UnsupportedModel, match="could not start with 'm'"):
+            await engine.load(ModelCard.of(Model("m"), await store.manifest(ModelId("m"))), store)

@@ -137,16 +137,24 @@ def _patch_rebinding() -> None:
 
 def _make_loader() -> type:
     base: Any = named("vllm.model_executor.model_loader.base_loader:BaseModelLoader")
+    check: Any = named(
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.track_weights_loading"
+    )
 
     class HotswapLoader(base):  # type: ignore[misc]  # vLLM is untyped here
-        """Loads staged weights; `model_loader_extra_config` has the path of their index."""
+        """Loads staged weights; `model_loader_extra_config` has the path of their index.
+
+        A parameter that none of them has filled is an error, as by vLLM's own loader.
+        """
 
         def download_model(self, model_config: Any) -> None:
             """Do nothing: the weights are here."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             with staged_tensors(Path(self.load_config.model_loader_extra_config["index"])) as tensors:
-                model.load_weights(tensors)
+                loaded = model.load_weights(tensors)
+            if loaded is not None:  # some models of vLLM do not tell
+                check(self, model, set(loaded))
 
     return HotswapLoader
 
