@@ -6,6 +6,7 @@ that has nothing to say sends a beat from time to time, so that silence means th
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 
 import anyio
@@ -50,7 +51,7 @@ class Outbox:
         self._num_frames = 0
         self._began_s: float | None = None  # to send, if it is not done
         self._is_silent = False  # since the last look
-        self._woken = anyio.Event()
+        self._woken = asyncio.Event()  # which can be set again, unlike anyio's
         self._failed = ""
 
     def say(self, verb: str, number: int = 0, payload: memoryview | None = None, /, **fields: object) -> None:
@@ -72,8 +73,7 @@ class Outbox:
         if self._rows is None:
             self._rows = array("q")
             self._woken.set()
-        self._rows.append(stream)
-        self._rows.append(value)
+        self._rows.extend((stream, value))
 
     @property
     def has_rows(self) -> bool:
@@ -102,7 +102,7 @@ class Outbox:
             tasks.start_soon(self._beat)
             while not self._failed:
                 await self._woken.wait()
-                self._woken = anyio.Event()
+                self._woken.clear()
                 self.prepare()
                 if self._said or self._rows is not None or self._is_silent:
                     await self.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 from anyio import ResourceGuard
 from anyio.abc import ByteStream, SocketAttribute
-from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.memory import address_of, copy_in_turns
 from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
@@ -130,7 +130,7 @@ class StreamChannel(Channel):
         left = memoryview(piece)
         left = left[self._socket.send_at_once(left) :]
         if not left:
-            await cancel_shielded_checkpoint()
+            await self._socket.take_turns()
             return
         with anyio.fail_after(self._stall_s):
             await self._socket.send(left)

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
-from typing import Any, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from hotswap.backends.fields import Fields, parse_object
 from hotswap.backends.transports.link_errors import ProtocolError
@@ -46,10 +46,13 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+_DEFAULTS: Final = {field.name: getattr(Sampling(), field.name) for field in fields_of(Sampling)}
+
 TOKEN_BYTES = 8
 _VERSION = 3
 # JSON of a megabyte may be half a million lists, which take a tenth of a second to make.
 MAX_BRACKETS = 1 << 15
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 
 
@@ -92,7 +95,7 @@ def unpack(message: bytes) -> Message:
 
 def encoded(value: object) -> bytes:
     """Return JSON that `check_brackets` takes, unless the value itself has too many lists."""
-    message = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    message = _ENCODER.encode(value).encode()
     # The brackets that a client may write, in a schema for instance, are no lists.
     return message if num_brackets(message) <= MAX_BRACKETS else _STRING.sub(_escaped, message)
 
@@ -191,7 +194,7 @@ def request_fields(request: Request) -> dict[str, object]:
         "adapter": request.adapter,
         "priority": request.priority,
         "num_prompt": len(request.prompt),
-        "sampling": asdict(request.sampling),
+        "sampling": _sampling_fields(request.sampling),
     }
 
 
@@ -218,12 +221,17 @@ def request_of(message: Message, tokens: tuple[int, ...]) -> Request:
         )
 
 
+def _sampling_fields(sampling: Sampling) -> dict[str, object]:
+    """Return the sampling parameters that are not the default, which both ends have."""
+    defaults = _DEFAULTS.items()
+    return {name: value for name, default in defaults if (value := getattr(sampling, name)) != default}
+
+
 def _sampling(fields: Fields) -> Sampling:
     """Decode sampling parameters; `Sampling` itself checks each."""
-    names = {field.name for field in fields_of(Sampling)}
-    if fields.raw.keys() != names:
-        raise fields.wrong(f"it has the parameters {sorted(fields.raw)}, not {sorted(names)}")
-    return Sampling(**{name: cast("Any", fields.get(name)) for name in names})
+    if unknown := sorted(fields.raw.keys() - _DEFAULTS.keys()):
+        raise fields.wrong(f"it has the parameter {unknown[0][:40]!r}, which there is not")
+    return Sampling(**fields.raw)
 
 
 def layout_fields(layout: KVLayout) -> dict[str, object]:

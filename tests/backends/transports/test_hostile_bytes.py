@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotswap import Sampling
 from hotswap.abc import KVPages
 from hotswap.backends.crc import crc32
 from hotswap.backends.transports import connect_shared, connect_tcp, remote_sink, wire
@@ -106,8 +108,9 @@ JSON = st.recursive(
 def strange_requests(draw: st.DrawFn) -> bytes:
     """The request of a move with some fields of other values, and tokens that are any numbers."""
     fields: dict[str, Any] = json.loads(OPEN)
-    for part in (fields, fields["sampling"]):
-        for name in draw(st.lists(st.sampled_from(sorted(part)), max_size=2)):
+    parameters = [field.name for field in dataclasses.fields(Sampling)]
+    for part, names in ((fields, sorted(fields)), (fields["sampling"], parameters)):
+        for name in draw(st.lists(st.sampled_from([*names, "unknown"]), max_size=2)):
             part[name] = draw(JSON)
     tokens = draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=10, max_size=20))
     return frame(json.dumps(fields).encode(), wire.pack_tokens(tokens))

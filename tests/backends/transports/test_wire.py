@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import suppress
 from typing import Any
@@ -125,8 +126,10 @@ def test_fields_of_other_types_are_refused(changes: dict[str, object], data: st.
     request = Request(id=RequestId("r"), model=ModelId("m"), prompt=(1, 2), generated=(3,))
     fields: dict[str, Any] = json.loads(wire.pack("open", 1, **wire.request_fields(request)))
     layout: dict[str, Any] = json.loads(wire.pack("done", 1, layout=wire.layout_fields(LAYOUT)))
-    for said in (fields, layout, fields["sampling"], layout["layout"]):
-        said[data.draw(st.sampled_from(sorted(said)))] = data.draw(JSON)
+    parameters = [field.name for field in dataclasses.fields(Sampling)]
+    changed = ((fields, fields), (layout, layout), (fields["sampling"], parameters), (layout["layout"],) * 2)
+    for said, names in changed:
+        said[data.draw(st.sampled_from(sorted(names)))] = data.draw(JSON)
     fields.update(changes)
     for said, read in (
         (fields, lambda message: wire.request_of(message, request.tokens)),
