@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-from anyio.abc import Process
+from anyio.abc import ByteReceiveStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from hotswap.backends.process.serving import ServeEngine
@@ -28,6 +28,7 @@ log = logging.getLogger("hotswap")
 
 _PROGRAM = str(Path(__file__).with_name("program.py"))
 _LONGEST_LINE = 1 << 16
+_LAST_LINE_S = 0.5  # for a line that the process has written before its end
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -93,7 +94,7 @@ class Child:
         return f"its process was ended by {names.get(-code, f'signal {-code}')}"
 
     async def stop(self, *, end_s: float) -> None:
-        """Have the process end, and kill it if it has not after `end_s`.
+        """Have the process end, and kill it if it has not after `end_s`; also what it has started and left.
 
         Call it where it cannot be cancelled.
         """
@@ -110,7 +111,14 @@ class Child:
             with suppress(ProcessLookupError):
                 process.kill()
         await process.wait()
+        self._kill_group()
         await process.aclose()
+
+    def _kill_group(self) -> None:
+        """Kill what is left of the group of the process, which has ended; no other has the group's number."""
+        if sys.platform == "linux" and not Path(f"/proc/{self.pid}").exists():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def _begin(self, pickled: bytes, cpus: Sequence[int]) -> None:
         assert self.process.stdin is not None
@@ -122,12 +130,28 @@ class Child:
         }
         try:
             await self.process.stdin.send(pickle.dumps({**given, "task": pickled}))
-            output = BufferedByteReceiveStream(self.process.stdout)
-            answer = json.loads(await output.receive_until(b"\n", _LONGEST_LINE))
-        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError, OSError):
-            answer = {"error": await self.ending()}
+        except (anyio.BrokenResourceError, OSError):
+            line = b""
+        else:
+            line = await self._first_line(self.process.stdout)
+        answer = json.loads(line) if line else {"error": await self.ending()}
         if "error" in answer:
             raise InstanceLost(
                 f"The process of engine {self.task.name!r} did not start: "
                 f"{str(answer['error']).rstrip('.')}; its output says more."
             )
+
+    async def _first_line(self, output: ByteReceiveStream) -> bytes:
+        """Return the first line that the process writes; none if it ends before, whoever keeps its output."""
+        line = b""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
+            with suppress(anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
+                line = await BufferedByteReceiveStream(output).receive_until(b"\n", _LONGEST_LINE)
+            tasks.cancel_scope.cancel()
+        return line
+
+    async def _cancel_at_end(self, scope: anyio.CancelScope) -> None:
+        await self.process.wait()
+        await anyio.sleep(_LAST_LINE_S)
+        scope.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Generator
@@ -242,6 +243,30 @@ def _take_room() -> None:
 def _killed() -> SimEngine:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def _leaves_a_process(told: str, *, ends: bool) -> SimEngine:
+    """Make an engine beside a process that never ends by itself, or end."""
+    other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    Path(told).write_text(str(other.pid))
+    if ends:
+        os._exit(5)
+    return sim_engine()
+
+
+async def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    with pytest.raises(InstanceLost, match="its process ended with exit code 5"):
+        async with ProcessEngine("e0", partial(_leaves_a_process, str(told), ends=True)):
+            pass
+    await wait_for_end(int(told.read_text()))
+    async with ProcessEngine("e0", partial(_leaves_a_process, str(told), ends=False)) as engine:
+        first = int(told.read_text())
+        os.kill(pid_of(engine), signal.SIGKILL)
+        await until(lambda: is_lost(engine))
+        await engine.unload()
+        await wait_for_end(first)
+    await wait_for_end(int(told.read_text()))
 
 
 async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
