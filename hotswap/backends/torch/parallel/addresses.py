@@ -11,8 +11,6 @@ import tempfile
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
@@ -50,14 +48,6 @@ class Rendezvous:
             master_listen_fd=listener.detach(),  # of this address alone
         )  # fmt: skip
         self.place = f"{_TCP}{port}/{address}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the file, or close the port."""
