@@ -7,7 +7,8 @@
 #   ARGS         more arguments for pytest or for the demo: make test ARGS="tests/policies -x"
 #   WORKERS      test processes: one per core, eight at most. 0 runs them in pytest's own.
 #   WITHOUT      make test WITHOUT=vllm leaves out the tests over vLLM, and the gigabyte that they install;
-#                WITHOUT="vllm ray" those over Ray, too. So do ARGS, which choose other tests.
+#                WITHOUT="vllm ray browser" those over Ray and in a browser, too. So do ARGS, which choose other
+#                tests.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -32,13 +33,14 @@ BENCH := .cache/bench-env
 VLLM := .cache/vllm-env
 RAY := .cache/ray-env
 DOOR := .cache/door-env
+BROWSER := .cache/browser-env
 SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo serve test vllm-test ray-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env check check-style check-mypy check-pyright public-types format wheel clean
+.PHONY: help venv demo serve test vllm-test ray-test browser-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env browser-env check check-style check-mypy check-pyright public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -56,6 +58,7 @@ test: $(READY) door-env  ## run every test that needs no GPU
 	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)
 	@$(if $(ARGS)$(filter vllm,$(WITHOUT)),echo "The tests over vLLM are left out.",$(MAKE) --no-print-directory vllm-test)
 	@$(if $(ARGS)$(filter ray,$(WITHOUT)),echo "The tests over Ray are left out.",$(MAKE) --no-print-directory ray-test)
+	@$(if $(ARGS)$(filter browser,$(WITHOUT)),echo "The tests in a browser are left out.",$(MAKE) --no-print-directory browser-test)
 
 # One thread, so that cores may be forked; what vLLM itself is warned of is not ours.
 vllm-test: $(VLLM)/.ready vllm-sources  ## run the tests of the vLLM backend, over the real vLLM for CPUs
@@ -65,6 +68,10 @@ vllm-test: $(VLLM)/.ready vllm-sources  ## run the tests of the vLLM backend, ov
 # In one process: all tests share a cluster of three nodes.
 ray-test: $(RAY)/.ready  ## run the tests of the Ray backend, over a cluster of three nodes on this machine
 	@$(RAY)/bin/python -m pytest -o filterwarnings=default tests/backends/ray $(ARGS)
+
+# Skipped, with the reason, where there is no Chromium. No browser is downloaded.
+browser-test: $(BROWSER)/.ready  ## run the tests of the page of a door, in the Chromium of this machine
+	@$(BROWSER)/bin/python -m pytest -o filterwarnings=default tests/browser $(ARGS)
 
 gpu-test: $(READY)  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
@@ -91,6 +98,8 @@ door-env: $(READY)  ## install what tests call a server by: schemathesis, and Op
 	         && npm install --prefix $(DOOR) --no-audit --no-fund --silent \
 	         && cp tests/door/clients/package.json $(DOOR)/.package; } \
 	    || echo "OpenAI's client of npm could not be installed; its tests are left out." >&2
+
+browser-env: $(BROWSER)/.ready  ## install Playwright, for the tests of the page; a quarter of a gigabyte
 
 # Less than 20 MB of a wheel of hundreds. Without them, one file of the tests over vLLM has less to look at.
 vllm-sources: constraints/vllm-sources.txt | $(READY)  ## fetch the Python files of the newest vLLM, to look for what hotswap relies on
@@ -154,6 +163,13 @@ $(RAY)/.ready: pyproject.toml $(CONSTRAINTS) | $(READY)
 	@test -x $(RAY)/bin/python || $(BIN)/python -m venv $(RAY)
 	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[torch,testing,ray]" psutil pytest-timeout
+	@touch $@
+
+$(BROWSER)/.ready: pyproject.toml $(CONSTRAINTS) | $(READY)
+	@test -x $(BROWSER)/bin/python || $(BIN)/python -m venv $(BROWSER)
+	@$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[door,testing]" \
+	    "playwright>=1.50" "axe-playwright-python>=0.1.8" pytest-timeout
 	@touch $@
 
 # One after the other: a peer that cannot be installed here leaves the others, and the report says that it is missing.

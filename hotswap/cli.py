@@ -25,6 +25,7 @@ from hotswap.commands.arguments import (
     add_plan,
     add_serve,
     add_simulate,
+    add_top,
 )
 from hotswap.commands.progress import progress_bar
 from hotswap.commands.table import table, to_size, to_time
@@ -35,7 +36,6 @@ from hotswap.request import ModelId
 if TYPE_CHECKING:
     from hotswap.backends.stores.disk_directory import DiskDirectory, StoredModel
     from hotswap.backends.stores.writer import Progress
-    from hotswap.commands.store import Bench
 
 __all__ = ["main"]
 
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     larger = (
         (commands, "serve", add_serve, _serve, "serve models over HTTP, by OpenAI's endpoints"),
+        (commands, "top", add_top, _top, "watch the fleet of a server, in place"),
         (config, "check", add_config_check, _config_check, "say whether a file can be served"),
         (config, "schema", add_nothing, _config_schema, "print the JSON schema of such files, for editors"),
         (commands, "simulate", add_simulate, _simulate, "replay a trace on a simulated fleet"),
@@ -159,6 +160,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from hotswap.commands.serve import serve
 
     serve(arguments)
+    return OK
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from hotswap.commands.top import top
+
+    top(arguments)
     return OK
 
 
@@ -391,7 +399,7 @@ def _config_of(source: Path) -> str:
 def _bench(arguments: argparse.Namespace) -> int:
     import anyio
 
-    from hotswap.commands.store import bench
+    from hotswap.commands.store import bench, bench_text
 
     with progress_bar(f"Timing {arguments.model}") as show:
         result = anyio.run(
@@ -406,19 +414,8 @@ def _bench(arguments: argparse.Namespace) -> int:
                 progress=show,
             )
         )
-    _tell(arguments, asdict(result), _bench_text(result))
+    _tell(arguments, asdict(result), bench_text(result))
     return OK
-
-
-def _bench_text(result: Bench) -> str:
-    rows = [
-        (one.name, f"{one.bytes_per_s / 1e9:.2f}", f"{one.ratio_to_raw:.2f}", f"{min(one.seconds):.3f}")
-        for one in result.methods
-    ]
-    title = f"{result.model}: {to_size(result.size_bytes)}, medians of {len(result.methods[0].seconds)} reads"
-    if not result.direct:
-        title += "; the file system refuses direct reads, so all of them went through the page cache"
-    return f"{title}\n{table(('METHOD', 'GB/S', 'OF RAW', 'BEST S'), rows)}"
 
 
 # ------------------------------------------------------------------------------------------------ output

@@ -13,6 +13,7 @@ __all__ = [
     "add_plan",
     "add_serve",
     "add_simulate",
+    "add_top",
 ]
 
 
@@ -36,6 +37,23 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         default="4 GiB",
         help="for weights, of models alone (default: %(default)s)",
     )
+
+
+def add_top(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `hotswap top`."""
+    parser.add_argument("url", help="where the server is, such as http://127.0.0.1:8000")
+    parser.add_argument(
+        "--key",
+        help="the key of an operator, better as env:NAME or file:PATH (default: the variable HOTSWAP_KEY)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks at the server (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
 
 
 def add_config_check(parser: argparse.ArgumentParser) -> None:

@@ -24,13 +24,14 @@ from hotswap.backends.stores.layout import ALIGNMENT_BYTES, Checksum, align, mod
 from hotswap.backends.stores.nvme import NvmeStore
 from hotswap.backends.stores.pinned import PinnedStore
 from hotswap.backends.stores.tiered import TieredStore
+from hotswap.commands.table import table, to_size
 from hotswap.errors import ConfigError, ShardCorrupt
 from hotswap.model import Manifest, Shard, TensorSpec
 from hotswap.request import ModelId
 from hotswap.store import WeightStore
 from hotswap.worker_threads import run_in_thread
 
-__all__ = ["Bench", "ReadMethod", "bench", "verify"]
+__all__ = ["Bench", "ReadMethod", "bench", "bench_text", "verify"]
 
 
 _PIECE_BYTES = 16 << 20
@@ -288,3 +289,15 @@ class _RawReader:
 def _read_pieces(fd: int, offsets: Iterator[int], buffer: memoryview) -> None:
     for offset in offsets:
         os.preadv(fd, [buffer], offset)
+
+
+def bench_text(result: Bench) -> str:
+    """Return what was measured, as a table."""
+    rows = [
+        (one.name, f"{one.bytes_per_s / 1e9:.2f}", f"{one.ratio_to_raw:.2f}", f"{min(one.seconds):.3f}")
+        for one in result.methods
+    ]
+    title = f"{result.model}: {to_size(result.size_bytes)}, medians of {len(result.methods[0].seconds)} reads"
+    if not result.direct:
+        title += "; the file system refuses direct reads, so all of them went through the page cache"
+    return f"{title}\n{table(('METHOD', 'GB/S', 'OF RAW', 'BEST S'), rows)}"

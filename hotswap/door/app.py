@@ -78,7 +78,12 @@ def create_app(
 def app_of(door: Door, metrics: Metrics | None = None) -> Starlette:
     """Return the application of a door, whose settings may change while it serves."""
     return Starlette(
-        routes=[*_openai_routes(door), *_operators_routes(door), *_health_routes(door, metrics)],
+        routes=[
+            *_openai_routes(door),
+            *_operators_routes(door),
+            *_health_routes(door, metrics),
+            Route("/ui", answering(Page(door.ring).page)),
+        ],
         middleware=[Middleware(Guard, door.ring)],
         exception_handlers={HTTPException: _no_such_route},
     )
@@ -117,7 +122,6 @@ def _operators_routes(door: Door) -> list[BaseRoute]:
         *(Route(f"/admin/{name}", for_operators(view)) for name, view in views.items()),
         Route("/admin/events", EventsEndpoint(door), methods=["GET"]),
         Route("/admin/summary", for_operators(Summaries(door.fleet).summary)),
-        Route("/ui", answering(Page().page)),
     ]
 
 

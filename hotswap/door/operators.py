@@ -169,13 +169,13 @@ class Operators:
         """Show the whole fleet."""
         return json_response(self._fleet.view())
 
-    async def swaps(self, _: Request) -> Response:
-        """Show the last swaps, oldest first."""
-        return json_response({"data": self._fleet.swaps[-MAX_RECORDS:], "now_s": anyio.current_time()})
+    async def swaps(self, request: Request) -> Response:
+        """Show the last swaps, or the `?last=` ones, oldest first."""
+        return _records(request, self._fleet.swaps)
 
-    async def migrations(self, _: Request) -> Response:
-        """Show the last moves, oldest first."""
-        return json_response({"data": self._fleet.migrations[-MAX_RECORDS:], "now_s": anyio.current_time()})
+    async def migrations(self, request: Request) -> Response:
+        """Show the last moves, or the `?last=` ones, oldest first."""
+        return _records(request, self._fleet.migrations)
 
 
 class EventsEndpoint:
@@ -230,6 +230,13 @@ def _after(request: Request) -> int | None:
     if not (given.isascii() and given.isdecimal() and len(given) < 16):
         raise invalid("after", "after is no number of an event; give that of the last one you had.")
     return int(given)
+
+
+def _records(request: Request, records: Sequence[object]) -> Response:
+    last = request.query_params.get("last", str(MAX_RECORDS))
+    if not (last.isascii() and last.isdecimal() and 0 < len(last) < 16 and int(last)):
+        raise invalid("last", "last is how many of the last records are wanted; give a number over 0.")
+    return json_response({"data": records[-min(int(last), MAX_RECORDS) :], "now_s": anyio.current_time()})
 
 
 def json_response(value: object) -> Response:

@@ -17,13 +17,19 @@ from importlib import resources
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hotswap.door.keys import KeyRing
+
 __all__ = ["Page"]
 
 
 class Page:
-    """The page, and the headers that allow a browser nothing but what the page is made of."""
+    """The page, and the headers that allow a browser nothing but what the page is made of.
 
-    def __init__(self) -> None:
+    Args:
+        ring: Says whether operators need a key, which the page then asks for before anything else.
+    """
+
+    def __init__(self, ring: KeyRing) -> None:
         page = resources.files("hotswap.door").joinpath("page.html").read_bytes()
         scripts, styles = (_hashes(page, tag) for tag in (b"script", b"style"))
         policy = (
@@ -37,7 +43,8 @@ class Page:
             "frame-ancestors 'none'",
             "require-trusted-types-for 'script'",
         )
-        self._page = page
+        self._ring, self._page = ring, page
+        self._asking_page = page.replace(b"<html ", b'<html data-key="needed" ', 1)
         self._headers = {
             "content-security-policy": "; ".join(policy),
             "x-content-type-options": "nosniff",
@@ -49,7 +56,8 @@ class Page:
 
     async def page(self, _: Request) -> Response:
         """Answer with the page, which holds nothing of the fleet."""
-        return Response(self._page, headers=self._headers, media_type="text/html")
+        page = self._asking_page if self._ring.has_operators else self._page
+        return Response(page, headers=self._headers, media_type="text/html")
 
 
 def _hashes(page: bytes, tag: bytes) -> str:

@@ -130,3 +130,18 @@ async def test_a_page_may_run_what_it_holds_and_load_nothing() -> None:
     assert policy.startswith("default-src 'none'")
     outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", page.text.replace("http://www.w3.org/2000/svg", ""))
     assert outside == []
+
+
+@virtual_time
+async def test_as_many_records_come_as_are_asked_for_and_the_last_ones() -> None:
+    async with sim_fleet("a", "b", scheduler=Idle()) as fleet, client_of(create_app(fleet)) as client:
+        for model in ("a", "b", "a"):
+            await fleet.swap("e0", to=model)
+
+        async def ask(last: str) -> Any:
+            return (await client.get(f"/admin/swaps{last}")).json()
+
+        assert [record["model"] for record in (await ask("?last=2"))["data"]] == ["b", "a"]
+        assert len((await ask(""))["data"]) == len((await ask("?last=99999"))["data"]) == 3
+        for wrong in ("0", "-1", "x", "", "9" * 99):
+            assert (await ask(f"?last={wrong}"))["error"]["param"] == "last"
