@@ -42,6 +42,7 @@ __all__ = ["Settings", "main", "measure"]
 
 _VOCABULARY = 2048
 _STEPS = 6  # after each return
+_MOST_TOKENS = 2048  # of a stream, which decodes while the next model is preloaded, too
 _MOST_WARM = 1024  # longer contexts are computed again without one time that does not count
 
 
@@ -104,6 +105,8 @@ class _Stream:
 
     async def has(self, count: int) -> None:
         """Wait until so many tokens came."""
+        if count > _MOST_TOKENS:
+            raise RuntimeError(f"A stream would need {count} tokens, and ends after {_MOST_TOKENS}.")
         event = anyio.Event()
         self._waiting.append((count, event))
         if len(self.tokens) < count:
@@ -210,8 +213,7 @@ def _ratios(report: dict[str, Any]) -> dict[str, float]:
 
 
 async def _measure(root: Path, settings: Settings, context: int, count: int) -> dict[str, Any]:
-    num_turns = settings.repeats + settings.prefills + 6
-    max_tokens = (num_turns + 3) * (_STEPS + 4) * 4
+    max_tokens = _MOST_TOKENS
     random = Random(context)
     streams = [_Stream(tuple(random.randrange(_VOCABULARY) for _ in range(context))) for _ in range(count)]
     kv_store = SwitchedStore("4 GiB")

@@ -12,14 +12,14 @@ from benchmarks import kv
 @pytest.mark.slow
 def test_every_context_is_restored_and_computed_again(tmp_path: Path) -> None:
     settings = kv.Settings(
-        contexts=(64, 128), streams=2, short=64, repeats=1, prefills=1, hidden=128, layers=2
+        contexts=(64, 128), streams=2, short=64, repeats=1, prefills=1, hidden=256, layers=4
     )
     report = kv.measure(settings, tmp_path / "work")
     for figure in ("restore_cpu_s", "reprefill_cpu_s", "save_cpu_s", "step_cpu_s_at"):
         assert set(report[figure]) == {"64", "128"}
         assert all(figures for figures in report[figure].values())
     assert report["step_cpu_s"]
-    assert all(0 < blocks <= 2 for again in report["again_blocks"].values() for blocks in again)
+    assert all(blocks > 0 for again in report["again_blocks"].values() for blocks in again)
     assert report["streams"]["restore_cpu_s"]
     assert "reprefill_over_restore_at_128" in report["ratios"]
     assert list((tmp_path / "work").iterdir()) == []
