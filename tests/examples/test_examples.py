@@ -54,8 +54,16 @@ SWAP_PHASES = ["hotswap.preflight", "hotswap.evict", "hotswap.unload", "hotswap.
 
 def test_every_example_is_imported_here() -> None:
     here = {module.__name__ for module in globals().values() if isinstance(module, ModuleType)}
-    # Those of vLLM and Ray are tested in the environments that have these, that of chats beside this file.
-    elsewhere = {"__init__", "chat", "ray_cluster", "vllm_fleet"}
+    # Those of vLLM and Ray are tested in the environments that have these, others beside this file.
+    elsewhere = {
+        "__init__",
+        "call_by_url",
+        "chat",
+        "keep_chats",
+        "mount_in_fastapi",
+        "ray_cluster",
+        "vllm_fleet",
+    }
     files = {path.stem for path in Path(*examples.__path__).glob("*.py")} - elsewhere
     assert files
     assert {f"examples.{file}" for file in files} - here == set()
