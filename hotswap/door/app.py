@@ -23,6 +23,7 @@ from hotswap.door.health import Health
 from hotswap.door.keys import ApiKey, Guard, use_of
 from hotswap.door.limits import Limits
 from hotswap.door.listing import ModelListing
+from hotswap.door.loading import AdapterLoading, ModelEvents, ModelLoading
 from hotswap.door.messages import Messages
 from hotswap.door.metrics import Metrics
 from hotswap.door.openapi import openapi
@@ -120,8 +121,21 @@ def _operators_routes(door: Door) -> list[BaseRoute]:
     return [
         *(Route(f"/admin/{name}", for_operators(verb), methods=["POST"]) for name, verb in verbs.items()),
         *(Route(f"/admin/{name}", for_operators(view)) for name, view in views.items()),
+        *_loading_routes(door),
         Route("/admin/events", EventsEndpoint(door), methods=["GET"]),
         Route("/admin/summary", for_operators(Summaries(door.fleet).summary)),
+    ]
+
+
+def _loading_routes(door: Door) -> list[BaseRoute]:
+    models, adapters = ModelLoading(door), AdapterLoading(door)
+    return [
+        Route("/models", answering(ModelListing(door).all)),
+        Route("/models/load", for_operators(models.load), methods=["POST"]),
+        Route("/models/unload", for_operators(models.unload), methods=["POST"]),
+        Route("/models/sse", ModelEvents(door), methods=["GET"]),
+        Route("/v1/load_lora_adapter", for_operators(adapters.load), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", for_operators(adapters.unload), methods=["POST"]),
     ]
 
 

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hotswap.door.loading import LoadAdapterBody, ModelBody, UnloadAdapterBody
 from hotswap.door.messages import MessagesBody
 from hotswap.door.operators import (
     CancelBody,
@@ -126,6 +127,29 @@ ENDPOINTS: dict[tuple[str, str], Described] = {
         media=_EVENTS,
         statuses=_FOR_OPERATORS,
         query={"after": "The number of the last event that is known."},
+    ),
+    ("get", "/models"): Described(does="List the models.", answer="ModelListAnswer", statuses=(503,)),
+    ("post", "/models/load"): _verb("Load a model, as llama.cpp's router does.", ModelBody),
+    ("post", "/models/unload"): _verb("Unload a model, as llama.cpp's router does.", ModelBody),
+    ("get", "/models/sse"): Described(
+        does="Tell the loads of models, as llama.cpp's router does.",
+        answer="EventAnswer",
+        media=_EVENTS,
+        statuses=_FOR_OPERATORS,
+    ),
+    ("post", "/v1/load_lora_adapter"): Described(
+        does="Let requests name an adapter, as vLLM does.",
+        body=LoadAdapterBody,
+        answer="Text",
+        media="text/plain",
+        statuses=(*_READS_BODY, 403),
+    ),
+    ("post", "/v1/unload_lora_adapter"): Described(
+        does="Let no new request name an adapter, as vLLM does.",
+        body=UnloadAdapterBody,
+        answer="Text",
+        media="text/plain",
+        statuses=_READS_BODY,
     ),
     ("get", "/live"): Described(does="Say that the process answers."),
     ("get", "/health"): Described(does="Say whether the fleet is open.", statuses=(503,)),

@@ -199,28 +199,28 @@ class EventsEndpoint:
             async with while_connected(receive):
                 await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
                 await send({"type": "http.response.body", "body": comment("events"), "more_body": True})
-                while data := await _next(events):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                has_more = True
+                while has_more:
+                    data, has_more = await self._next(events)
+                    await send({"type": "http.response.body", "body": data, "more_body": has_more})
         except ClientLeft:
             return None
 
+    async def _next(self, events: EventStream) -> tuple[bytes, bool]:
+        """Return what has happened, or a sign of life after a while, and whether there may be more."""
+        with anyio.move_on_after(QUIET_S):
+            found = await events.take()
+            return b"".join(map(self.written, found)) or comment("other"), not _is_closed(found)
+        return comment("quiet"), True
 
-async def _next(events: EventStream) -> bytes:
-    """Return what has happened, or a sign of life after a while; nothing at the end."""
-    with anyio.move_on_after(QUIET_S):
-        found = await events.take()
-        return b"" if _is_closed(found) else b"".join(map(_written, found))
-    return comment("quiet")
+    def written(self, happened: FleetEvent) -> bytes:
+        """Return what is told of an event."""
+        data = to_json(to_plain(happened))
+        return f"id: {happened.number}\nevent: {happened.kind}\ndata: ".encode() + data + b"\n\n"
 
 
 def _is_closed(events: Sequence[FleetEvent]) -> bool:
     return not events or events[-1].kind == "fleet_closed"
-
-
-def _written(event: FleetEvent) -> bytes:
-    data = to_json(to_plain(event))
-    return f"id: {event.number}\nevent: {event.kind}\ndata: ".encode() + data + b"\n\n"
 
 
 def _after(request: Request) -> int | None:
