@@ -33,9 +33,12 @@ async def call(url: str) -> None:
     """Stream from every model by the openai client; an error is of the client's own classes."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
         for model in SIZES:
-            options = {"include_usage": True}
             stream = await client.completions.create(
-                model=model, prompt=[1, 2, 3], max_tokens=4, stream=True, stream_options=options
+                model=model,
+                prompt=[1, 2, 3],
+                max_tokens=4,
+                stream=True,
+                stream_options={"include_usage": True},
             )
             async for chunk in stream:
                 if chunk.usage is not None:
