@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-import anyio
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -16,6 +16,7 @@ from hotswap.door.operators import EventsEndpoint
 from hotswap.door.protocol import Strict
 from hotswap.door.served import resolve
 from hotswap.door.wire import event, to_json
+from hotswap.worker_threads import run_in_thread
 
 __all__ = [
     "AdapterLoading",
@@ -166,11 +167,17 @@ class AdapterLoading:
         roots = self._door.settings.adapter_roots
         if not roots:
             raise Refusal(403, "This server loads no adapters: it has no adapter_roots.", "no_adapter_roots")
-        try:
-            path = await anyio.Path(given).resolve()
-            inside = [await anyio.Path(root).resolve() for root in roots]
-            if any(path.is_relative_to(root) for root in inside) and await path.is_dir():
-                return Path(path)
-        except (OSError, RuntimeError, ValueError):  # too long, a circle of links, or no path at all
-            pass
+        path = await run_in_thread(_directory_below, given, roots)
+        if path is not None:
+            return path
         raise invalid("lora_path", "lora_path is no directory that adapters may be loaded from.")
+
+
+def _directory_below(given: str, roots: Iterable[Path]) -> Path | None:
+    """Return the directory that a text names, links followed; `None` if there is none below a root."""
+    try:
+        path = Path(given).resolve()
+        below = any(path.is_relative_to(Path(root).resolve()) for root in roots)
+        return path if below and path.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, or no path at all
+        return None
