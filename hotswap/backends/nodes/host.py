@@ -15,6 +15,7 @@ from hotswap.backends.nodes.messages import (
     shard_of,
 )
 from hotswap.backends.nodes.offering import Offering
+from hotswap.backends.remote.silence import beat_every_s, silence_in
 from hotswap.backends.stores.index import dump_index
 from hotswap.backends.stores.reading import background
 from hotswap.backends.transports import wire
@@ -48,7 +49,7 @@ class StoreHost:
         bytes_per_s: What all peers read at most, together; `None` is without bound.
         part_bytes: The longest payload of a frame.
         view_s: How often the view is looked at for a change.
-        beat_s: How often it is sent without one.
+        beat_s: How often it is sent without one; four times in the silence of its reader at least.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -163,7 +164,9 @@ class _Served:
         offering, store = self._offering, self._offering.store
         match message.verb:
             case "watch":
-                await self._send_views(message.number)
+                with wire.protocol_errors():
+                    heard_within_s = silence_in(message.fields)
+                await self._send_views(message.number, min(self._beat_s, beat_every_s(heard_within_s)))
             case "offer":
                 await self._offer(message)
             case "read" | "open":
@@ -188,14 +191,14 @@ class _Served:
     async def _done(self, message: Message, payload: memoryview | None = None, /, **fields: object) -> None:
         await self._channel.send(wire.pack("done", message.number, **fields), payload)
 
-    async def _send_views(self, number: int) -> None:
+    async def _send_views(self, number: int, beat_s: float) -> None:
         sent, sent_s = None, 0.0
         while True:
             view, now_s = self._offering.store.view(), anyio.current_time()
-            if view != sent or now_s - sent_s >= self._beat_s:
+            if view != sent or now_s - sent_s >= beat_s:
                 await self._channel.send(wire.pack("view", number, **self._offering.view_now()))
                 sent, sent_s = view, now_s
-            await anyio.sleep(self._view_s)
+            await anyio.sleep(min(self._view_s, beat_s))
 
     # ------------------------------------------------------------------ weights
 

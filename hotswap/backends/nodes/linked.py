@@ -14,6 +14,7 @@ from anyio import CancelScope
 from hotswap.backends.nodes.chunks import received_chunks
 from hotswap.backends.nodes.links import Call, LinkToNode, NodeLost
 from hotswap.backends.nodes.messages import shard_fields, unpack_files, view_of
+from hotswap.backends.remote.silence import check_silence, silence_fields
 from hotswap.backends.stores.index import parse_index
 from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
@@ -45,7 +46,7 @@ class LinkedStore(WeightStore):
     Args:
         node: The name of the node, for errors and the log.
         open_link: Opens a link: `partial(connect_tcp, "10.0.0.2", 7000, secret=secret)`.
-        silence_s: The node counts as lost when nothing came for so long; it sends a beat each second.
+        silence_s: The node counts as lost when nothing came for so long; it is told, and beats often enough.
         retry_s: The first pause before it is tried again.
 
     Raises:
@@ -55,8 +56,9 @@ class LinkedStore(WeightStore):
     def __init__(
         self, node: str, open_link: LinkOpener, *, silence_s: float = 10.0, retry_s: float = 0.5
     ) -> None:
-        check_positive_seconds(ConfigError, silence_s=silence_s, retry_s=retry_s)
-        self.node = node
+        check_silence(silence_s)
+        check_positive_seconds(ConfigError, retry_s=retry_s)
+        self.node, self._silence_s = node, silence_s
         self._link = LinkToNode(node, open_link, answer_s=silence_s)
         self._retry_s = retry_s
         self._view, self._seen = StoreView(), -1
@@ -165,7 +167,7 @@ class LinkedStore(WeightStore):
         while True:
             try:
                 async with self._link.call() as call:
-                    await call.send("watch")
+                    await call.send("watch", **silence_fields(self._silence_s))
                     self._seen = -1  # the host may be another one, which numbers its views anew
                     while True:
                         self._see(await call.answer())

@@ -95,6 +95,19 @@ async def test_the_view_is_pushed(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @virtual_time
+async def test_a_reader_that_waits_for_less_than_a_beat_is_heard_as_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        in_memory(sim_store(), beat_s=60.0, view_s=60.0) as door,
+        LinkedStore("n0", door.connect, silence_s=0.5) as store,
+    ):
+        await anyio.sleep(100)
+        assert not store.lost
+    assert caplog.text == ""
+
+
+@virtual_time
 async def test_a_node_that_is_lost_has_no_tiers_until_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
     far = sim_store()
     async with in_memory(far) as door:
