@@ -172,12 +172,13 @@ class KVIndex(Generic[PlaceT]):
             self.remove(victim)
             evicted.append(victim)
         if self.used_bytes + size_bytes > self.capacity_bytes:
-            return None if not evicted else self._after_all(evicted)
+            self._put_back(evicted)
+            return None
         self.used_bytes += size_bytes
         return evicted
 
-    def _after_all(self, evicted: list[StoredBlock[PlaceT]]) -> None:
-        """Keep blocks for which no other could take the room."""
+    def _put_back(self, evicted: list[StoredBlock[PlaceT]]) -> None:
+        """Keep blocks whose room is not enough."""
         for block in reversed(evicted):
             self.num_evicted -= 1
             self.used_bytes += block.size_bytes

@@ -132,9 +132,11 @@ class Core(AsyncContextManagerMixin):
         self.state = state = FleetState(store, kv_store)
         self.lifetime = Lifetime()
         limits = limits or SwapLimits()
-        self.offload = kv_store and Offload(
-            state, kv_store, self.lifetime, telemetry, fleet=self._name, save_s=limits.evict_s / 2
-        )
+        self.offload = None
+        if kv_store is not None:
+            self.offload = Offload(
+                state, kv_store, self.lifetime, telemetry, fleet=self._name, save_s=limits.evict_s / 2
+            )
         self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from hotswap import Fleet, InstanceState, Sampling
+from hotswap.abc import Engine
 from hotswap.backends.ray import RayEngine
 from hotswap.errors import InstanceLost, MigrationAborted
 from tests.backends.ray.local_cluster import LocalCluster, local_cluster
@@ -40,7 +41,7 @@ async def main(cluster: LocalCluster) -> None:
     os.kill(kept, signal.SIGKILL)  # as Ray does with all workers after a minute
 
 
-def make_late() -> object:
+def make_late() -> Engine:
     return make_engine("late")
 
 
