@@ -354,6 +354,7 @@ async def test_the_page_goes_on_after_a_restart_of_its_server(browser: Browser) 
             await first.swap("gpu-0", to="llama")
             await expect(page.locator("#link-text")).to_have_text("Live")
             await expect(page.locator("#log tr")).to_have_count(1)
+            await expect(page.locator("#instances tr")).to_contain_text(["llama"])
         await expect(page.locator("#link-text")).to_contain_text("Connection lost")
         await expect(page.locator("#toast")).to_contain_text("Connection lost")
         await expect(page.locator("#instances tr")).to_contain_text(["llama"])  # as it was
