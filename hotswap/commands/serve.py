@@ -132,7 +132,7 @@ async def _close(serving: Serving, grace_s: float, all_tasks: anyio.CancelScope)
 def _greeting(door: DoorConfig, port: int, models: Sequence[str]) -> str:
     url = f"http://{f'[{door.host}]' if ':' in door.host else door.host}:{port}"
     return (
-        f"hotswap serves {', '.join(models)} at {url}/v1\n"
+        f"hotswap serves {', '.join(models)} at {url}/v1, and shows the fleet at {url}/ui\n"
         f"  curl {url}/v1/completions -H 'content-type: application/json' \\\n"
         f"""    -d '{{"model": "{models[0]}", "prompt": "Once upon a time", "max_tokens": 40}}'"""
     )
