@@ -44,10 +44,8 @@ class KVContext:
     @cached_property
     def tier(self) -> str:
         """What the store is called in spans and metrics."""
-        tier = ""
         with logged("named", "the KV store"):
-            tier = self.store.view().tier
-        return tier
+            return self.store.view().tier
 
     def layout(self, model: ModelId, adapter: AdapterId | None) -> KVLayout | None:
         """Return the layout that blocks of a model had last; `None` if none were saved or restored."""
