@@ -44,8 +44,11 @@ class KVContext:
     @cached_property
     def tier(self) -> str:
         """What the store is called in spans and metrics."""
-        with logged("named", "the KV store"):
+        try:
             return self.store.view().tier
+        except Exception as exc:
+            log.error("The KV store %r cannot tell its view.\n%s", self.store, tm.traceback_of(exc))
+            return ""
 
     def layout(self, model: ModelId, adapter: AdapterId | None) -> KVLayout | None:
         """Return the layout that blocks of a model had last; `None` if none were saved or restored."""

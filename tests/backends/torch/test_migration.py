@@ -155,7 +155,7 @@ async def test_a_request_waits_while_an_arriving_one_holds_the_blocks(store: Dic
 
 async def test_a_request_waits_while_a_stopped_one_holds_the_blocks(store: DictStore) -> None:
     async with serving(store, kv_tokens=512) as engine:
-        stopped = ask("stopped", prompt_tokens=300, max_tokens=20)
+        stopped = ask("stopped", prompt_tokens=300, max_tokens=200)
         waiting = replace(stopped, id=RequestId("waiting"), prompt=stopped.prompt[::-1])
         async with engine.stream(stopped) as tokens, AsyncExitStack() as move:
             await anext(tokens)
@@ -165,5 +165,5 @@ async def test_a_request_waits_while_a_stopped_one_holds_the_blocks(store: DictS
                 async with engine.import_kv(ask("another")):
                     assert engine.status().num_waiting == 1
                 await move.aclose()
-                assert len(await tokens.collect()) == 19
+                assert len(await tokens.collect()) == 199
                 await anext(others)
