@@ -183,7 +183,7 @@ class _Finder:
         return any(start in text for start in self._starts) and self.pattern.search(text) is not None
 
     def is_part(self, text: str) -> bool:
-        """Whether a name may be made whole by what stands beside a text."""
+        """Whether a text may be one part of a name whose rest stands beside it."""
         within = text.strip()
         return self.ends_within(within) or self.starts_within(within)
 
