@@ -142,7 +142,7 @@ class Child:
             )
 
     async def _first_line(self, output: ByteReceiveStream) -> bytes:
-        """Return the first line that the process writes; none if it ends before, though its output stays open."""
+        """Return the first line that the process writes; none if it ends before, its output open or not."""
         line = b""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._cancel_at_end, tasks.cancel_scope)
