@@ -46,6 +46,7 @@ def to_sequence(
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)
     tokens = list(request.tokens)
     root = root_key(epoch, 0 if adapter is None else adapter.serial)
+    keys = [] if keys_of is None else list(keys_of(request, root))
     return Sequence(
         ticket=ticket,
         tokens=tokens,
@@ -57,8 +58,9 @@ def to_sequence(
         adapter=adapter,
         priority=request.priority,
         root=root,
-        keys=[] if keys_of is None else list(keys_of(request, root)),
+        keys=keys,
         scores=_scores(request),
+        has_arrived=bool(keys),
     )
 
 

@@ -15,6 +15,7 @@ from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import chain
 
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.blocks import BlockPool, Copy
@@ -48,6 +49,7 @@ class Sequence:
         num_reused: How many were found in the prefix cache at the first admission; `None` before that.
         keys: The prefix keys of its full blocks, as far as they were computed.
         scores: The log-probabilities of its prompt; `None` if they are not asked for, or told already.
+        has_arrived: Whether a move or a restore holds blocks for it until it runs.
     """
 
     ticket: int
@@ -65,6 +67,7 @@ class Sequence:
     num_reused: int | None = None
     keys: list[bytes] = field(default_factory=list[bytes])
     scores: PromptScores | None = None
+    has_arrived: bool = False
 
     @property
     def num_unscored(self) -> int:
@@ -152,8 +155,9 @@ class Batcher:
     `running` and `waiting` are in order of rank. A request of priority *p* goes ahead of requests of priority
     0 that arrived at most *p* times `priority_places` requests before it, and no request is overtaken by more
     arrivals than that. The first in rank is never preempted and waits for blocks only until other requests
-    end, so every admitted request ends. The caller must not add a request that needs more blocks than the
-    pool has.
+    end, so every admitted request ends. Requests whose blocks have arrived are admitted while it waits: they
+    hold blocks that it may wait for. The caller must not add a request that needs more blocks than the pool
+    has.
 
     With `num_batches` > 1 as many batches are in flight at once. Each gets its share of the decodes and of
     the token budget, so that the stages of a pipeline take equally long. A request that waits for a token of
@@ -294,19 +298,22 @@ class Batcher:
     def _admit_urgent(self) -> None:
         """Admit requests that rank before a running one; preempt running ones of lower priority for them."""
         while self.waiting and self.running and self._rank(self.waiting[0]) < self._rank(self.running[-1]):
-            if self._admit() is None and (not self._make_room(self.waiting[0]) or self._admit() is None):
+            first = self.waiting[0]
+            if not self._try_admit(first) and not (self._make_room(first) and self._try_admit(first)):
                 return
 
     def _admit(self) -> Sequence | None:
-        if (
-            not self.waiting
-            or self._num_admitted >= self.max_requests
-            or not self._allocate_prompt(self.waiting[0])
-        ):
-            return None
-        sequence = self.waiting.pop(0)
+        """Admit the first waiting request that fits: of all but the first, only those that have arrived."""
+        arrived = (sequence for sequence in self.waiting[1:] if sequence.has_arrived)
+        return next(filter(self._try_admit, chain(self.waiting[:1], arrived)), None)
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        if self._num_admitted >= self.max_requests or not self._allocate_prompt(sequence):
+            return False
+        self.waiting.remove(sequence)
         insort(self.running, sequence, key=self._rank)
-        return sequence
+        sequence.has_arrived = False  # what holds its blocks releases them
+        return True
 
     @property
     def _num_admitted(self) -> int:

@@ -466,6 +466,20 @@ def test_the_blocks_that_the_first_waiting_request_needs_are_counted() -> None:
     assert bench.batcher.preempted == ()
 
 
+def test_what_has_arrived_is_admitted_while_the_first_waits_and_others_are_not() -> None:
+    batcher = Batcher(BlockPool(10), block_tokens=BLOCK, token_budget=64, max_requests=8)
+    held = batcher.blocks.allocate(6)
+    first, other, arrived = make(1, 5 * BLOCK, 9), make(2, BLOCK, 9), make(3, BLOCK, 9)
+    arrived.has_arrived = True
+    for sequence in (first, other, arrived):
+        batcher.add(sequence)
+    batcher.advance(batcher.schedule().chunks)
+    assert (batcher.running, batcher.waiting) == ([arrived], [first, other])
+    batcher.blocks.release(held)
+    batcher.schedule()
+    assert batcher.running == [first, other, arrived]
+
+
 def test_preempted_requests_are_named() -> None:
     bench = BatcherHarness(num_blocks=8, block_tokens=BLOCK, budget=64, max_requests=8)
     bench.add(make(1, 2 * BLOCK, 4 * BLOCK), make(2, 3 * BLOCK, 4 * BLOCK))

@@ -153,6 +153,32 @@ async def test_a_request_waits_while_an_arriving_one_holds_the_blocks(store: Dic
                 assert len(await tokens.collect()) == 5
 
 
+async def test_a_request_that_has_arrived_begins_while_the_first_waits_for_blocks(store: DictStore) -> None:
+    """Else both would wait until the sink lapses."""
+    arriving, first = ask("arriving", prompt_tokens=100), ask("first", prompt_tokens=420, max_tokens=5)
+    first = replace(first, prompt=first.prompt[::-1])
+    async with (
+        serving(store, "a") as source_engine,
+        serving(store, "b", kv_tokens=512) as engine,
+        source_engine.stream(arriving) as before,
+    ):
+        await anext(before)
+        async with AsyncExitStack() as move:
+            source = await move.enter_async_context(source_engine.export_kv(arriving.id))
+            sink = await move.enter_async_context(engine.import_kv(arriving))
+            await sink.reserve(96)
+            await sink.write(await source.read(0, 96))
+            await sink.commit(arriving.tokens)
+            async with engine.stream(first) as others, engine.stream(arriving) as tokens:
+                await anext(tokens)
+                assert tokens.num_reused_tokens >= 96
+                await sink.reserve(96)  # it has not lapsed
+                assert engine.status().num_waiting == 1
+                await move.aclose()
+                assert len(await tokens.collect()) == 199
+                assert len(await others.collect()) == 5
+
+
 async def test_a_request_waits_while_a_stopped_one_holds_the_blocks(store: DictStore) -> None:
     async with serving(store, kv_tokens=512) as engine:
         stopped = ask("stopped", prompt_tokens=300, max_tokens=200)
