@@ -397,7 +397,7 @@ class Flow:
                         if tokens.num_reused_tokens:
                             span.set_attribute(tm.REUSED_TOKENS, tokens.num_reused_tokens)
                         if self.offload is not None:
-                            self.offload.learn_first(request, tokens.num_reused_tokens)
+                            self.offload.learn_first(request, tokens.num_reused_tokens, restored)
                         restored.leave()
                     instance.end_first_token(self.telemetry)
                     if token.index == 0:

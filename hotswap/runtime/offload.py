@@ -155,10 +155,11 @@ class Offload:
         key = prefix.key(num_tokens // layout.block_tokens // 2)
         return Restore(self._context, active, instance, key, span, lane, self._lifetime)
 
-    def learn_first(self, active: ActiveRequest, num_reused: int) -> None:
-        """Learn how long computing takes from the first token of a stay that has just come."""
-        _, seconds = active.stay()
-        self._context.state.times.learn_first(active.remaining.num_tokens - num_reused, seconds)
+    def learn_first(self, active: ActiveRequest, num_reused: int, restored: Restore | NoRestore) -> None:
+        """Learn how long computing takes from the first token of a stay that waited for no restore."""
+        if restored is NO_RESTORE:
+            num_computed = active.remaining.num_tokens - num_reused
+            self._context.state.times.learn_first(num_computed, active.stay()[1])
 
     def _is_sooner_copied(self, num_tokens: int, layout: KVLayout) -> bool:
         """Whether restoring is expected to take less time than computing; a few are tried in any case."""

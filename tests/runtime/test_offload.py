@@ -403,6 +403,18 @@ async def test_admission_is_closed_while_requests_are_saved() -> None:
             assert len(client.restored) == 2
 
 
+class Asked(SimKVStore):
+    """Notes how long each token of a put would take to be computed."""
+
+    def __init__(self) -> None:
+        super().__init__("1 GiB")
+        self.token_s: list[float] = []
+
+    def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
+        self.token_s.append(prefill_s / len(prefix.tokens))
+        return super().put(prefix, prefill_s=prefill_s, copy_s=copy_s)
+
+
 class SlowSink(SimEngine):
     """Imports for ever."""
 
@@ -419,6 +431,18 @@ async def test_a_restore_that_takes_for_ever_is_given_up() -> None:
         async with running(fleet) as clients:
             await away_and_back(fleet)
         assert [client.restored for client in clients] == [[0, 0]] * 4
+
+
+@virtual_time
+async def test_stays_that_waited_for_a_restore_teach_nothing_of_computing() -> None:
+    """Else restoring would seem to be worth the more, the longer it takes."""
+    store = Asked()
+    async with make_fleet(store, [make_engine(kind=SlowSink)]) as fleet, running(fleet) as clients:
+        for _ in range(2):
+            await away_and_back(fleet)
+            for client in clients:
+                await client.has(len(client.tokens) + 2)
+    assert max(store.token_s) < 2 * min(store.token_s)
 
 
 class StuckSource(SimEngine):

@@ -41,12 +41,14 @@ class Counted(Sequence):
         limit: The position at which it ends.
         begun: Whether it has got a token here.
         closed: Whether its end was told.
+        num_reused: How many tokens were found in KV blocks.
     """
 
     listener: SequenceListener
     limit: int
     begun: bool = False
     closed: bool = False
+    num_reused: int = 0
 
     def generate(self) -> bool:
         self.position += 1
@@ -59,7 +61,7 @@ class Counted(Sequence):
         return 0
 
     def reuse(self, num_tokens: int) -> None:
-        return
+        self.num_reused = num_tokens
 
     def close(self, error: Exception | None = None) -> None:
         if not self.closed:

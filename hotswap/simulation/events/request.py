@@ -105,8 +105,8 @@ class SimulatedRequest(ActiveRequest):
     def got_first_token(self) -> None:
         """Note the first token of a stay."""
         self._core.state.note_token(self)
-        if self._core.offload is not None:
-            self._core.offload.learn_first(self, self.hops[-1].restored_tokens)
+        if self._core.offload is not None and self._sequence is not None:
+            self._core.offload.learn_first(self, self._sequence.num_reused, self._restored)
             self._restored.leave()
         if self.first_s is None:
             self.first_s = asyncio.get_running_loop().time()
