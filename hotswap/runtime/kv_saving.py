@@ -171,7 +171,7 @@ class Save:
         """Make room for a prefix; `share` is how likely it is that it is asked for."""
         times, layout = self._context.state.times, prefix.layout
         size_bytes = prefix.num_blocks * layout.block_bytes
-        prefill_s = times.compute_s(len(prefix.tokens)) * share
+        prefill_s = times.compute_s(layout.model, len(prefix.tokens)) * share
         copy_s = times.save_s(size_bytes) + times.restore_s(size_bytes)
         put = self._context.store.put(prefix, prefill_s=prefill_s, copy_s=copy_s)
         self._leases.callback(self._end, put)

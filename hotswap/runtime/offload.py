@@ -159,13 +159,13 @@ class Offload:
         """Learn how long computing takes from the first token of a stay that waited for no restore."""
         if restored is NO_RESTORE:
             num_computed = active.remaining.num_tokens - num_reused
-            self._context.state.times.learn_first(num_computed, active.stay()[1])
+            self._context.state.times.learn_first(active.request.model, num_computed, active.stay()[1])
 
     def _is_sooner_copied(self, num_tokens: int, layout: KVLayout) -> bool:
         """Whether restoring is expected to take less time than computing; a few are tried in any case."""
         times = self._context.state.times
         size_bytes = num_tokens * layout.block_bytes // layout.block_tokens
-        if times.restore_s(size_bytes) < times.compute_s(num_tokens):
+        if times.restore_s(size_bytes) < times.compute_s(layout.model, num_tokens):
             return True
         self._num_not_copied += 1
         return self._num_not_copied % ONE_IN == 0

@@ -114,6 +114,7 @@ class FleetState(Registry):
         super().remove_model(model)
         for of in (self.num_failed_loads, self.num_tokens, self._last_evicted_s):
             of.pop(model, None)
+        self.times.forget(model)
 
     # ------------------------------------------------------------------ instances
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hotswap.action import SwapRecord
+from hotswap.request import ModelId
 from hotswap.times_view import USUAL_PREFILL_TOKEN_S, USUAL_TOKEN_S, TimesView
 
 __all__ = ["MeasuredTimes"]
@@ -72,7 +73,8 @@ class MeasuredTimes:
     def __init__(self) -> None:
         self._unload, self._prefills = _Rate(), _Prefills()
         self._loads: dict[str, _Rate] = {}
-        self._save, self._restore, self._compute = _Rate(), _Rate(), _Rate()
+        self._save, self._restore = _Rate(), _Rate()
+        self._compute: dict[ModelId, _Rate] = {}
         self._stay_s, self._stay_tokens = 0.0, 0
         self._view: TimesView | None = TimesView()
 
@@ -100,15 +102,19 @@ class MeasuredTimes:
             self._stay_s, self._stay_tokens = self._stay_s + seconds, self._stay_tokens + num_tokens
             self._view = None
 
-    def learn_first(self, num_tokens: int, seconds: float) -> None:
+    def learn_first(self, model: ModelId, num_tokens: int, seconds: float) -> None:
         """Learn from the first token of a stay, for which so many tokens were computed; with its waits."""
         if num_tokens >= _LEAST_TOKENS and seconds > 0:
-            self._compute.add(seconds, num_tokens)
+            self._compute.setdefault(model, _Rate()).add(seconds, num_tokens)
 
-    def compute_s(self, num_tokens: int) -> float:
+    def compute_s(self, model: ModelId, num_tokens: int) -> float:
         """Return how long a request waits until so many tokens are computed; before the first as prefills."""
-        rate = self._compute.value
+        rate = self._compute.get(model, _Rate()).value
         return self.view().prefill_s(num_tokens) if rate is None else rate * num_tokens
+
+    def forget(self, model: ModelId) -> None:
+        """Forget a model that was removed."""
+        self._compute.pop(model, None)
 
     def learn_save(self, num_bytes: int, seconds: float) -> None:
         """Learn how long KV blocks took to be copied to a store; short copies tell of waits alone."""

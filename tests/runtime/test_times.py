@@ -97,13 +97,18 @@ def test_no_prefill_is_expected_to_take_less_than_nothing(measured: list[tuple[i
     assert times.prefill_s(1000) <= 1.01 * 1000 * max(seconds for _, seconds in measured) + 1
 
 
-def test_what_is_computed_is_learned_from_first_tokens_and_before_them_from_turns() -> None:
-    times = MeasuredTimes()
-    assert times.compute_s(1000) == times.view().prefill_s(1000)
-    times.learn_first(10, 5.0)  # tells of waits alone
-    assert times.compute_s(1000) == times.view().prefill_s(1000)
-    times.learn_first(500, 1.0)
-    assert times.compute_s(1000) == pytest.approx(2.0)
+def test_what_a_model_computes_is_learned_from_first_tokens_and_before_them_from_turns() -> None:
+    times, small, large = MeasuredTimes(), ModelId("small"), ModelId("large")
+    assert times.compute_s(small, 1000) == times.view().prefill_s(1000)
+    times.learn_first(small, 10, 5.0)  # tells of waits alone
+    assert times.compute_s(small, 1000) == times.view().prefill_s(1000)
+    times.learn_first(small, 500, 1.0)
+    assert times.compute_s(small, 1000) == pytest.approx(2.0)
+    assert times.compute_s(large, 1000) == times.view().prefill_s(1000)
+    times.learn_first(large, 500, 10.0)
+    assert (times.compute_s(small, 1000), times.compute_s(large, 1000)) == pytest.approx((2.0, 20.0))
+    times.forget(small)
+    assert times.compute_s(small, 1000) == times.view().prefill_s(1000)
 
 
 def test_copies_are_learned_from_long_ones() -> None:
