@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 
 from hotswap import telemetry as tm
 from hotswap.errors import InstanceLost, MigrationAborted
@@ -41,14 +40,10 @@ class KVContext:
         self._fleet = fleet
         self._layouts: dict[tuple[ModelId, AdapterId | None], KVLayout] = {}
 
-    @cached_property
+    @property
     def tier(self) -> str:
         """What the store is called in spans and metrics."""
-        try:
-            return self.store.view().tier
-        except Exception as exc:
-            log.error("The KV store %r cannot tell its view.\n%s", self.store, tm.traceback_of(exc))
-            return ""
+        return self.state.kv_views.tier
 
     def layout(self, model: ModelId, adapter: AdapterId | None) -> KVLayout | None:
         """Return the layout that blocks of a model had last; `None` if none were saved or restored."""

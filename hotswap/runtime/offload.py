@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import anyio
+from anyio.abc import TaskGroup
 
 from hotswap import telemetry as tm
 from hotswap.kv_store import KVStore
@@ -80,18 +80,12 @@ class Offload:
         engine = instance.engine
         if not isinstance(engine, SupportsMigration):
             return await engine.evict(deadline_s=deadline_s)
-        num_evicted, error, waiting = 0, None, anyio.CancelScope()
+        num_evicted, waiting = 0, anyio.CancelScope()
         with self._saving(instance, saved, span) as save:
-            async with anyio.create_task_group() as tasks:
+            async with _tasks_beside() as tasks:
                 tasks.start_soon(save.until_stopped, deadline_s, waiting)
-                try:
-                    with waiting:
-                        num_evicted = await engine.evict(deadline_s=deadline_s + self._save_s)
-                except Exception as exc:  # which the group would wrap
-                    error = exc
-                tasks.cancel_scope.cancel()
-            if error is not None:
-                raise error
+                with waiting:
+                    num_evicted = await engine.evict(deadline_s=deadline_s + self._save_s)
             if waiting.cancelled_caught:
                 num_evicted = await engine.evict(deadline_s=0.0)
             with anyio.move_on_after(min(CACHED_S, self._save_s)):
@@ -179,11 +173,18 @@ async def beside(
     if offload is None:
         yield
         return
+    async with _tasks_beside() as tasks:
+        tasks.start_soon(offload.save_ahead, instance, saved, span)
+        yield
+
+
+@asynccontextmanager
+async def _tasks_beside() -> AsyncGenerator[TaskGroup]:
+    """Tasks that are cancelled when a block ends, whose errors are raised as they are."""
     error: Exception | None = None
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(offload.save_ahead, instance, saved, span))
         try:
-            yield
+            yield tasks
         except Exception as exc:  # which the group would wrap
             error = exc
         tasks.cancel_scope.cancel()

@@ -23,6 +23,7 @@ from hotswap.runtime.entering import EnteringRequest
 from hotswap.runtime.events import EventLog
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
+from hotswap.runtime.kv_views import KVViews
 from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next, doubled
 from hotswap.runtime.queue import Answered, Queue, Standing, Ticket
 from hotswap.runtime.registry import Registry
@@ -51,6 +52,7 @@ class FleetState(Registry):
         index: The instances by model, for views.
         store: Where weights are.
         kv_store: Where KV blocks are kept across swaps; `None` if they are not.
+        kv_views: Its views.
         version: Another number after every change that `changed` waits for.
         demand: How much each adapter is asked for.
         times: How long swaps and prefills take.
@@ -59,7 +61,7 @@ class FleetState(Registry):
 
     def __init__(self, store: WeightStore, kv_store: KVStore | None = None) -> None:
         super().__init__()
-        self.store, self.kv_store = store, kv_store
+        self.store, self.kv_store, self.kv_views = store, kv_store, KVViews(kv_store)
         self.instances: dict[InstanceId, Instance] = {}
         self.entering: dict[EnteringRequest, None] = {}
         self.requests: dict[RequestId, ActiveRequest] = {}

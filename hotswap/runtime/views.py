@@ -137,7 +137,7 @@ class LiveView(FleetView):
 
     @cached_property
     def kv_store(self) -> KVStoreView | None:
-        return None if self._state.kv_store is None else self._state.kv_store.view()
+        return self._state.kv_views.view()
 
     @cached_property
     def running(self) -> tuple[RunningView, ...]:

@@ -15,7 +15,17 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from hotswap import Fleet, FleetStream, InstanceState, Request, RequestId, Sampling, SwapLimits, TimesView
-from hotswap.abc import Engine, KVLease, KVPages, KVPrefix, KVPut, KVSink, KVSource, KVStore
+from hotswap.abc import (
+    Engine,
+    KVLease,
+    KVPages,
+    KVPrefix,
+    KVPut,
+    KVSink,
+    KVSource,
+    KVStore,
+    KVStoreView,
+)
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore, sim_manifest
 from hotswap.errors import SwapFailed
 from hotswap.offline.virtual_time import virtual_time
@@ -343,21 +353,29 @@ class Faulty(SimKVStore):
         self._fail_in("content")
         return await super().content(places, block_bytes)
 
+    def view(self) -> KVStoreView:
+        self._fail_in("view")
+        return super().view()
 
-@pytest.mark.parametrize("verb", ["lookup", "lease", "put", "fill", "content"])
+
+@pytest.mark.parametrize("verb", ["lookup", "lease", "put", "fill", "content", "view"])
 def test_a_fault_of_the_store_fails_no_swap_and_no_request(
     verb: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     @virtual_time
     async def test() -> None:
-        async with make_fleet(Faulty(verb)) as fleet:
+        reader = InMemoryMetricReader()
+        async with make_fleet(Faulty(verb), meter_provider=MeterProvider([reader])) as fleet:
             async with running(fleet):
                 await away_and_back(fleet)
             assert [record.outcome for record in fleet.swaps] == ["done"] * 3
+            assert points(reader.get_metrics_data())["hotswap.instances"]
 
     with caplog.at_level(logging.INFO, "hotswap"):
         test()
     assert f"a planted fault in {verb}" in caplog.text
+    if verb == "view":
+        assert caplog.text.count("cannot tell its view") == 1
 
 
 @virtual_time
