@@ -132,7 +132,7 @@ class Save:
 
     async def _stop_and_save(self, active: ActiveRequest) -> None:
         with logged("saved", active.request.id), ExitStack() as arrival:
-            arrival.callback(self._note_stopped)  # also if it does not
+            arrival.push(self._note_stopped)  # also if it cannot stop
             async with self._export(active) as source:
                 stopped = await source.stop()
                 prefix = self._context.prefix(source.layout, stopped.tokens[: stopped.num_computed])
@@ -150,8 +150,10 @@ class Save:
                 self._saved.num_requests += 1
                 self.released.append(active.request.id)
 
-    def _note_stopped(self) -> None:
-        """Once all have stopped, make room for them: the dearest first, before anything is copied."""
+    def _note_stopped(self, _: object, error: BaseException | None, traceback: object) -> None:
+        """Once all have stopped, make room for them: the longest first, before anything is copied."""
+        if error is not None and not isinstance(error, Exception):
+            return  # after a cancellation none is copied, and blocks would be evicted for nothing
         self._num_stopping -= 1
         if self._num_stopping == 0:
             self._stopped.sort(key=lambda entry: len(entry.prefix.tokens), reverse=True)

@@ -43,6 +43,7 @@ PROFILE = DeviceProfile(
     unload_s=0.02,
     kv_bytes_per_s=10e6,
 )
+WITHOUT_PRELOAD = replace(PROFILE, memory_bytes=19 << 19)
 LONG = Sampling(max_tokens=400, ignore_eos=True)
 SHORT = Sampling(max_tokens=100, ignore_eos=True)
 PROMPTS = [tuple(range(100 * number, 100 * number + 150)) for number in range(4)]
@@ -208,7 +209,7 @@ async def test_a_request_goes_on_with_its_blocks_on_any_instance() -> None:
 async def test_full_blocks_are_copied_before_the_deadline_and_the_rest_at_it() -> None:
     down: dict[float, float] = {}
     for deadline_s in (0.0, 1.0):
-        engine = SimEngine("e0", replace(PROFILE, memory_bytes=19 << 19), kv_blocks=512, kv_block_tokens=16)
+        engine = SimEngine("e0", WITHOUT_PRELOAD, kv_blocks=512, kv_block_tokens=16)
         async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet, running(fleet):
             await away_and_back(fleet, deadline_s=deadline_s)
             record = fleet.swaps[-2]
@@ -464,12 +465,17 @@ async def test_stays_that_waited_for_a_restore_teach_nothing_of_computing() -> N
 
 
 class StuckSource(SimEngine):
-    """Stops no request."""
+    """Stops so many requests and no more."""
+
+    num_stops = 0
 
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
         async with super().export_kv(request) as source:
-            source.stop = anyio.sleep_forever  # type: ignore[method-assign, assignment]
+            if not self.num_stops:
+                source.stop = anyio.sleep_forever  # type: ignore[method-assign, assignment]
+            else:
+                self.num_stops -= 1
             yield source
 
 
@@ -483,6 +489,31 @@ async def test_a_save_that_takes_for_ever_is_given_up_within_the_limit_of_an_evi
         await away_and_back(fleet)
         assert fleet.swaps[-2].outcome == "done"
         assert (fleet.swaps[-2].num_evicted, fleet.swaps[-2].num_saved) == (4, 0)
+
+
+class ByUse(SimKVStore):
+    """Evicts what was used longest ago, whatever it is worth."""
+
+    def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
+        return super().put(prefix)
+
+
+@virtual_time
+async def test_a_save_that_is_given_up_evicts_nothing_from_the_store() -> None:
+    engine = StuckSource("e0", WITHOUT_PRELOAD, kv_blocks=512, kv_block_tokens=16)
+    async with make_fleet(ByUse(24 * 16 * KV_BYTES), [engine]) as fleet:
+        engine.num_stops = 2
+        async with running(fleet, PROMPTS[:2], SHORT):
+            await away_and_back(fleet)
+            assert fleet.swaps[-2].num_saved == 2
+        await fleet.swap("e0", to="b")
+        engine.num_stops = 1
+        async with running(fleet, PROMPTS[2:], SHORT):
+            await away_and_back(fleet)
+            assert fleet.swaps[-2].num_saved == 0
+        view = fleet.view().kv_store
+        assert view is not None
+        assert view.num_evicted == 0
 
 
 @virtual_time
