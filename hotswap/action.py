@@ -114,8 +114,8 @@ class SwapRecord:
     `model_after` is what the instance serves once the swap ended, whatever its outcome: the new model, the
     old one, or `None` for EMPTY. `load_path` is how the engine came by the new model, in its own words, where
     it has more than one method. `downtime_s` runs from the moment the instance stopped admitting to the
-    moment it serves again. `num_saved` of the evicted requests have their KV blocks in the fleet's KV store;
-    `saved_bytes` were copied to it, those of requests that had ended included.
+    moment it serves again. `num_saved` of the evicted requests have all their KV blocks in the fleet's KV
+    store; `saved_bytes` were copied to it, those of requests that had ended included.
     """
 
     instance: InstanceId

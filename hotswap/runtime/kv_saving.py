@@ -29,7 +29,7 @@ ENDED_SHARE = 0.25
 
 @dataclass(slots=True)
 class Saved:
-    """What was saved in a swap or a drain: requests, their tokens in blocks that were copied, and bytes."""
+    """What was saved in a swap or a drain: whole requests, tokens in blocks that were copied, and bytes."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -43,6 +43,11 @@ class _Stopped:
     source: KVSource
     prefix: KVPrefix
     put: KVPut | None = None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether all that it has fits in the store, once it is copied."""
+        return self.put is not None and 0 < self.put.num_tokens == len(self.prefix.tokens)
 
 
 class Save:
@@ -147,7 +152,7 @@ class Save:
                         seconds = current_time() - started_s
                         self._context.state.times.learn_save(self._saved.num_bytes - before, seconds)
                 await source.release()
-                self._saved.num_requests += 1
+                self._saved.num_requests += entry.is_saved
                 self.released.append(active.request.id)
 
     def _note_stopped(self, _: object, error: BaseException | None, traceback: object) -> None:

@@ -88,7 +88,7 @@ class Offload:
                     num_evicted = await engine.evict(deadline_s=deadline_s + self._save_s)
             if waiting.cancelled_caught:
                 num_evicted = await engine.evict(deadline_s=0.0)
-            with anyio.move_on_after(min(CACHED_S, self._save_s)):
+            with anyio.move_on_after(min(CACHED_S, self._save_s / 2)):  # the phase has a limit
                 await save.ended()
         return num_evicted
 

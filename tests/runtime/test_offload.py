@@ -16,6 +16,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from hotswap import Fleet, FleetStream, InstanceState, Request, RequestId, Sampling, SwapLimits, TimesView
 from hotswap.abc import (
+    CachedKV,
     Engine,
     KVLease,
     KVPages,
@@ -278,6 +279,7 @@ async def test_without_a_store_nothing_changes() -> None:
             async with running(fleet) as clients:
                 await away_and_back(fleet)
             assert [client.restored for client in clients] == [[0, 0]] * 4
+            assert fleet.swaps[-2].num_saved == 0
             seconds.append([record.phase_s("load") for record in fleet.swaps])
     assert seconds[0] == pytest.approx(seconds[1])
 
@@ -291,6 +293,7 @@ async def test_a_store_of_little_more_than_one_request_keeps_one_whole() -> None
         restored = sorted(client.restored[-1] for client in clients)
         assert restored[-1] >= 160
         assert restored[:-2] == [0, 0]
+        assert fleet.swaps[-2].num_saved <= 1
 
 
 @virtual_time
@@ -489,6 +492,23 @@ async def test_a_save_that_takes_for_ever_is_given_up_within_the_limit_of_an_evi
         await away_and_back(fleet)
         assert fleet.swaps[-2].outcome == "done"
         assert (fleet.swaps[-2].num_evicted, fleet.swaps[-2].num_saved) == (4, 0)
+
+
+class StuckListing(StuckSource):
+    """Stops no request, and tells of none that has ended."""
+
+    async def cached_kv(self) -> Sequence[CachedKV]:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@virtual_time
+async def test_saving_that_takes_for_ever_ends_before_the_limit_of_an_eviction() -> None:
+    limits = SwapLimits(evict_s=1.0)
+    engine = StuckListing("e0", WITHOUT_PRELOAD, kv_blocks=512, kv_block_tokens=16)
+    async with make_fleet(SimKVStore("1 GiB"), [engine], limits=limits) as fleet, running(fleet):
+        await away_and_back(fleet)
+        assert [record.outcome for record in fleet.swaps] == ["done"] * 3
 
 
 class ByUse(SimKVStore):
