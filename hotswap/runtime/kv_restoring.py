@@ -21,7 +21,7 @@ from hotswap.runtime.lifetime import Lifetime
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-__all__ = ["NO_RESTORE", "Lane", "NoRestore", "Restore"]
+__all__ = ["NO_RESTORE", "NoRestore", "Restore", "RestoreQueue"]
 
 log = logging.getLogger("hotswap")
 
@@ -46,7 +46,7 @@ NO_RESTORE = NoRestore()
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class RestoreQueue:
     """The restores of one instance: a few make room at once, and one copies.
 
     Of those that share most of what is stored, as samples of one prompt do, one goes first: the others find
@@ -78,7 +78,7 @@ class Restore:
         instance: Where it goes on.
         key: Of a block in the middle of what is stored.
         span: Of the stay.
-        lane: Of the instance.
+        queue: Of the instance.
         lifetime: Has the task.
     """
 
@@ -89,11 +89,11 @@ class Restore:
         instance: Instance,
         key: bytes,
         span: Span,
-        lane: Lane,
+        queue: RestoreQueue,
         lifetime: Lifetime,
     ) -> None:
         self._context, self._active, self._instance = context, active, instance
-        self._span, self._lane, self._lifetime = span, lane, lifetime
+        self._span, self._queue, self._lifetime = span, queue, lifetime
         self._key = key
         self._ready, self._left = anyio.Event(), anyio.Event()
         self._scope = anyio.CancelScope()
@@ -126,8 +126,8 @@ class Restore:
         assert isinstance(engine, SupportsMigration), "it was asked before"
         began_s: float | None = None
         with anyio.move_on_after(RESTORE_S) as limit:
-            async with self._lane.limiter, AsyncExitStack() as stack:
-                async with self._lane.alone(self._key):
+            async with self._queue.limiter, AsyncExitStack() as stack:
+                async with self._queue.alone(self._key):
                     began_s = current_time()
                     sink = await stack.enter_async_context(engine.import_kv(request))
                     await self._fill(sink, request.tokens)
@@ -149,7 +149,7 @@ class Restore:
             if at >= end:
                 return
             await sink.reserve(end)
-            async with self._lane.copying:
+            async with self._queue.copying:
                 started_s = current_time()
                 for start in range(at, end, step):
                     pages = await lease.read(start // layout.block_tokens, min(step, end - start))

@@ -25,7 +25,7 @@ from hotswap.request import RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.kv_context import KVContext, logged
-from hotswap.runtime.kv_restoring import NO_RESTORE, Lane, NoRestore, Restore
+from hotswap.runtime.kv_restoring import NO_RESTORE, NoRestore, Restore, RestoreQueue
 from hotswap.runtime.kv_saving import Save, Saved
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
@@ -67,7 +67,7 @@ class Offload:
         self._context = KVContext(state, store, telemetry, fleet=fleet)
         self._lifetime, self._save_s = lifetime, save_s
         self._num_not_copied = 0
-        self._lanes: WeakKeyDictionary[Instance, Lane] = WeakKeyDictionary()
+        self._queues: WeakKeyDictionary[Instance, RestoreQueue] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------ saving
 
@@ -144,10 +144,10 @@ class Offload:
             num_tokens = self._context.store.lookup(prefix)
         if not num_tokens or not self._is_sooner_copied(num_tokens, layout):
             return NO_RESTORE
-        if (lane := self._lanes.get(instance)) is None:
-            lane = self._lanes[instance] = Lane()
+        if (queue := self._queues.get(instance)) is None:
+            queue = self._queues[instance] = RestoreQueue()
         key = prefix.key(num_tokens // layout.block_tokens // 2)
-        return Restore(self._context, active, instance, key, span, lane, self._lifetime)
+        return Restore(self._context, active, instance, key, span, queue, self._lifetime)
 
     def learn_first(self, active: ActiveRequest, num_reused: int, restored: Restore | NoRestore) -> None:
         """Learn how long computing takes from the first token of a stay that waited for no restore."""

@@ -1,4 +1,4 @@
-"""`SimKVStore`: a KV store that keeps what it has in mind alone, and takes the time that copies would."""
+"""`SimKVStore`: a KV store that keeps an index and no bytes, and takes the time that copies would."""
 
 from __future__ import annotations
 
