@@ -160,29 +160,30 @@ class KVIndex(Generic[PlaceT]):
     def reserve(self, size_bytes: int, worth: float) -> list[StoredBlock[PlaceT]] | None:
         """Reserve bytes for a block of some worth; return the blocks that were evicted for it.
 
-        `None` if there is no room: what is left is leased, or worth more. Nothing is evicted then.
+        `None` if there is no room: what is left is leased, or worth more. Nothing is changed then.
         """
-        evicted: list[StoredBlock[PlaceT]] = []
+        evicted, floor = list[StoredBlock[PlaceT]](), self._floor
         while self.used_bytes + size_bytes > self.capacity_bytes:
             victim = self._first_to_go()
             if victim is None or victim.rank[0] > self._floor + worth:
-                break
+                self._put_back(evicted)
+                self._floor = floor
+                return None
             self._floor = max(self._floor, victim.rank[0])
             self.num_evicted += 1
             self.remove(victim)
             evicted.append(victim)
-        if self.used_bytes + size_bytes > self.capacity_bytes:
-            self._put_back(evicted)
-            return None
         self.used_bytes += size_bytes
         return evicted
 
     def _put_back(self, evicted: list[StoredBlock[PlaceT]]) -> None:
-        """Keep blocks whose room is not enough."""
-        for block in reversed(evicted):
+        """Keep blocks whose room is not enough, each by the rank that it had."""
+        for block in evicted:
             self.num_evicted -= 1
             self.used_bytes += block.size_bytes
             self._insert(block)
+        for block in evicted:
+            self._offer(block)
 
     def unreserve(self, size_bytes: int) -> None:
         """Give reserved bytes back that no block takes."""
@@ -196,6 +197,7 @@ class KVIndex(Generic[PlaceT]):
         assert block.key not in self._blocks, "a block is added twice"
         siblings = list(self._children.get(block.parent, {}).values())
         self._insert(block)
+        self._use(block)
         superfluous = [one for one in siblings[-_MOST_SIBLINGS:] if self._is_covered(one, block)]
         for one in superfluous:
             self.remove(one)
@@ -206,7 +208,6 @@ class KVIndex(Generic[PlaceT]):
         self._children.setdefault(block.parent, {})[block.key] = block
         self._num_blocks[block.model] += 1
         self._num_bytes[block.model] += block.size_bytes
-        self._use(block)
 
     def _is_covered(self, block: StoredBlock[PlaceT], by: StoredBlock[PlaceT]) -> bool:
         shorter = len(block.tokens) < len(by.tokens) and by.tokens[: len(block.tokens)] == block.tokens

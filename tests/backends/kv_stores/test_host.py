@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import takewhile
 from random import Random
 
 import anyio
@@ -164,30 +165,67 @@ async def test_a_put_that_is_cancelled_while_a_thread_copies_waits_for_the_copy(
         assert store.view().used_bytes == 0
 
 
+def stored(index: KVIndex[int], tokens: Sequence[int], size_bytes: int, worth: float = 0.0) -> KVPrefix:
+    """Add the block of four tokens, for which there is room."""
+    prefix = KVPrefix(layout(size_bytes), tokens)
+    assert index.reserve(size_bytes, worth) == []
+    index.add(
+        StoredBlock(prefix.key(0), prefix.parent(0), prefix.tokens_of(0), ModelId("w"), 0, size_bytes, worth)
+    )
+    return prefix
+
+
+def test_room_that_is_not_found_changes_nothing() -> None:
+    """Neither what goes first nor what is worth more than what comes."""
+    index = KVIndex[int](100)
+    old, young = stored(index, range(4), 10, 1.0), stored(index, range(100, 104), 10, 1.0)
+    dear = index.get(stored(index, range(200, 204), 80, 9.0).key(0))
+    assert dear is not None
+    assert index.reserve(50, 5.0) is None
+    assert (index.used_bytes, len(index), index.num_evicted) == (100, 3, 0)
+    (gone,) = index.reserve(10, 1.0) or ()
+    assert gone.key == old.key(0)
+    assert index.find(young).num_tokens == 4
+    assert index.reserve(80, 7.5) is None, "worth 1 and 7.5 are less than 9"
+
+
+def num_full_stored(stored: Container[bytes], prefix: KVPrefix) -> int:
+    """How many of the first blocks of a prefix are stored, looked up one by one."""
+    keys = map(prefix.key, range(prefix.num_full))
+    return sum(1 for _ in takewhile(stored.__contains__, keys))
+
+
 def test_an_index_stays_within_its_budget_and_finds_beginnings_whatever_happens() -> None:
     """Ten thousand random steps: every count right, and a block never without those before it."""
     random, one = Random(3), layout(10)
-    index = KVIndex[int](200)
+    index = KVIndex[int](400)
     leased: list[StoredBlock[int]] = []
     stored: dict[bytes, StoredBlock[int]] = {}
+    num_refused = 0
     for step in range(10_000):
         tokens = [random.randrange(3) for _ in range(random.randrange(1, 30))]
         prefix = KVPrefix(one, tokens)
         found = index.find(prefix)
         num_full = min(len(found.blocks), found.num_tokens // 4)
+        assert num_full >= num_full_stored(stored, prefix)
+        assert all(stored[block.key] is block for block in found.blocks)
         if random.random() < 0.2 and leased:
             index.release(leased.pop(random.randrange(len(leased))))
         elif random.random() < 0.3 and found.blocks and len(leased) < 3:
             index.lease(found.blocks[-1])
             leased.append(found.blocks[-1])
         elif num_full < prefix.num_blocks and found.num_tokens < len(tokens):
-            before = found.blocks[num_full - 1] if num_full else None
-            if before is not None:
-                index.lease(before)
-            evicted = index.reserve(10, random.random())
-            if before is not None:
-                index.release(before)
-            if evicted is not None:
+            before = found.blocks[:num_full][-1:]
+            for block in before:
+                index.lease(block)
+            size_bytes, ranks = random.choice((5, 20, 90)), {key: stored[key].rank for key in stored}
+            evicted = index.reserve(size_bytes, random.random())
+            for block in before:
+                index.release(block)
+            if evicted is None:
+                num_refused += 1
+                assert ranks == {key: block.rank for key, block in stored.items()}
+            else:
                 for gone in evicted:
                     del stored[gone.key]
                 block = StoredBlock(
@@ -196,14 +234,16 @@ def test_an_index_stays_within_its_budget_and_finds_beginnings_whatever_happens(
                     prefix.tokens_of(num_full),
                     one.model,
                     step,
-                    10,
+                    size_bytes,
                     random.random(),
                 )
                 stored[block.key] = block
                 for covered in index.add(block):
                     del stored[covered.key]
-        assert index.used_bytes == 10 * len(stored) == 10 * len(index) <= 200
+        assert index.used_bytes == sum(block.size_bytes for block in stored.values()) <= 400
+        assert len(index) == len(stored)
         assert all(index.get(block.key) is block for block in leased)
         roots = {KVPrefix(one, ()).parent(0)}
         assert all(block.parent in stored or block.parent in roots for block in stored.values())
     assert index.num_evicted > 500
+    assert num_refused > 50
