@@ -164,11 +164,11 @@ class _Put(KVPut, Generic[PlaceT]):
         self._is_open = True
         found = index.find(prefix)
         index.use(found.blocks, worth)
-        for block in found.blocks[-2:]:
-            self._lease(block)
         self._next = self.first_block = found.num_tokens // self._layout.block_tokens
         if found.num_tokens == len(prefix.tokens):
             self._next = self.first_block = prefix.num_blocks
+        for block in found.blocks[: self._next][-1:]:  # not one that makes way for a fuller one
+            self._lease(block)
         store.opened(1)
         if takes_room:
             self._take_room()

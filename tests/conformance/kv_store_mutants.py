@@ -224,6 +224,16 @@ class StoresEachRequestForItself(Renaming):
         return super().put(own, prefill_s=prefill_s, copy_s=copy_s)
 
 
+class KeepsAll(KVIndex[Pages]):
+    def _is_covered(self, block: Block, by: Block) -> bool:
+        return False
+
+
+@caught_by("test_a_partly_full_block_makes_way_for_the_one_that_has_more")
+class KeepsEveryPart(Indexed):
+    index = KeepsAll
+
+
 class Late:
     """A put that keeps what it is given until its end."""
 

@@ -144,6 +144,15 @@ class KVStoreConformance(Suite):
                 assert put.first_block == 4, "the partly full block alone is written again"
 
     @check
+    async def test_a_partly_full_block_makes_way_for_the_one_that_has_more(self) -> None:
+        async with self.opened(blocks=16) as store:
+            for num_tokens in (18, 19, 23):
+                await self.save(store, self.prefix(num_tokens))
+                (stored,) = store.view().models
+                assert stored.num_blocks == self.prefix(num_tokens).num_blocks
+                await self.assert_content(store, self.prefix(num_tokens))
+
+    @check
     async def test_two_that_put_one_prefix_at_once_store_it_once(self) -> None:
         prefix = self.prefix(18)
         async with self.opened(blocks=16) as store:
