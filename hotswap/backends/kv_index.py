@@ -176,6 +176,11 @@ class KVIndex(Generic[PlaceT]):
         self.used_bytes += size_bytes
         return evicted
 
+    def refuse(self, size_bytes: int, worth: float) -> None:
+        """Count bytes that found no room: blocks worth more age as if these had been kept, and evicted."""
+        if self._first_to_go() is not None:
+            self._floor += worth * size_bytes / self.capacity_bytes
+
     def _put_back(self, evicted: list[StoredBlock[PlaceT]]) -> None:
         """Keep blocks whose room is not enough, each by the rank that it had."""
         for block in evicted:

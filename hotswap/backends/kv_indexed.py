@@ -178,9 +178,11 @@ class _Put(KVPut, Generic[PlaceT]):
     def _take_room(self) -> None:
         """Reserve places for the missing blocks, up to the first for which there is no room."""
         share = self._layout.block_bytes / self._size if self._size else 1.0
-        for _ in range(self._next, self._prefix.num_blocks):
-            evicted = self._index.reserve(self._size, self._worth * share)
+        num_blocks, worth = self._prefix.num_blocks, self._worth * share
+        for at in range(self._next, num_blocks):
+            evicted = self._index.reserve(self._size, worth)
             if evicted is None:
+                self._index.refuse(self._size * (num_blocks - at), worth)
                 return
             for block in evicted:
                 self._store.free(block.place)

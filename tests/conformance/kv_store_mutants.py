@@ -117,6 +117,16 @@ class KeepsTheDearForEver(Indexed):
     index = NeverAges
 
 
+class AgesByEvictionsAlone(KVIndex[Pages]):
+    def refuse(self, size_bytes: int, worth: float) -> None:
+        return
+
+
+@caught_by("test_a_store_that_is_full_of_what_was_dear_takes_other_blocks_in_the_end")
+class NeverTakesWhatIsWorthLess(Indexed):
+    index = AgesByEvictionsAlone
+
+
 @caught_by("test_what_copies_would_not_repay_is_not_stored")
 class StoresAtAnyCost(HostKVStore):
     def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:

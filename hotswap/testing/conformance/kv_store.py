@@ -243,6 +243,16 @@ class KVStoreConformance(Suite):
             assert store.lookup(dear) == 0
 
     @check
+    async def test_a_store_that_is_full_of_what_was_dear_takes_other_blocks_in_the_end(self) -> None:
+        dear = self.prefix(32)
+        async with self.opened(blocks=8) as store:
+            await self.save(store, dear, prefill_s=10.0)
+            for number in range(1, 40):
+                begin = 100 * number
+                await self.save(store, self.prefix(0, then=range(begin, begin + 16)), prefill_s=1.0)
+            assert store.lookup(dear) == 0
+
+    @check
     async def test_what_copies_would_not_repay_is_not_stored(self) -> None:
         async with self.opened(blocks=8) as store:
             with store.put(self.prefix(16), prefill_s=1.0, copy_s=2.0) as put:
