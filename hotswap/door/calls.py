@@ -23,7 +23,9 @@ _MARKS: dict[ToolFormat | None, tuple[str, str]] = {
 }
 _BETWEEN_CALLS = " \t\r\n,[]"
 _ARGUMENTS = ("arguments", "parameters")
-_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?={)")
+# Each part takes all that it may and gives nothing back: a text is read once, whatever it is.
+_NAMED = re.compile(r"([\w.-]++)\s*+(?:\[CALL_ID\]\w++)?+\s*+(?:\[ARGS\])?+\s*+(?={)")
+# The most characters before the arguments of a named call.
 _MOST_NAME = 256
 
 
@@ -70,16 +72,14 @@ class CallsReader:
     def push(self, text: str, *, last: bool) -> str:
         """Take the next text, and return what is left of it behind the end."""
         self._held += text
+        before = self._held
         while self._held and self.state == "reading":
-            before, moved = self._held, True
-            if self._reader is None:
-                moved = self._go_between(last=last)
-            else:
+            if self._reader is not None:
                 self._read(self._reader)
-            if not self._begun:
-                self.raw += before[: len(before) - len(self._held)]
-            if not moved:
+            elif not self._go_between(last=last):
                 break
+        if not self._begun:
+            self.raw += before[: len(before) - len(self._held)]
         if last and self.state == "reading":
             self.state = "done" if self._begun else "text"
         if self.state == "reading":
@@ -174,7 +174,7 @@ class _CallReader:
         self._expects: Literal["object", "key", "colon", "value", "comma"] = "object"
         self._extent: _Extent | None = None
         self._streams = False
-        self._kept = self._key = ""
+        self._key, self._kept = "", list[str]()
         self._name: str | None = None
         self._arguments: str | None = None
 
@@ -208,7 +208,7 @@ class _CallReader:
         return True
 
     def _begin_value(self, first: str) -> None:
-        self._extent, self._kept = _Extent(), ""
+        self._extent, self._kept = _Extent(), []
         is_next = self._expects == "value" and self._key in _ARGUMENTS and not self.begun
         self._streams = is_next and first == "{" and self._name is not None
         if self._streams:
@@ -220,26 +220,26 @@ class _CallReader:
         if self._streams:
             self.parts.append(Part("arguments", read))
         else:
-            self._kept += read
+            self._kept.append(read)
         if end is not None:
             self._extent = None
-            self._take_value()
+            self._take_value("".join(self._kept))
         return rest
 
-    def _take_value(self) -> None:
+    def _take_value(self, text: str) -> None:
         if self._expects == "key":
-            key = _string(self._kept)
+            key = _string(text)
             self._key, self._expects = key or "", "colon"
             self.state = self.state if key is not None else "broken"
             return
         self._expects = "comma"
         if self._key == "name" and self._name is None:
-            self._name = _string(self._kept)
+            self._name = _string(text)
             if self._name is None:
                 self.state = "broken"
         elif self._key in _ARGUMENTS and not self._streams and self._arguments is None:
-            given = _string(self._kept)
-            self._arguments = self._kept if given is None else given
+            given = _string(text)
+            self._arguments = text if given is None else given
         if self._name is not None and self._arguments is not None and not self.begun:
             self._begin()
             self.parts.append(Part("arguments", self._arguments))
@@ -270,7 +270,7 @@ class _NamedCallReader:
         """Take the next text, and return what is left of it behind the end."""
         if not self.begun:
             self._held += text
-            found = _NAMED.match(self._held)
+            found = _NAMED.match(self._held, 0, _MOST_NAME + 1)
             if found is None:
                 self.state = "broken" if len(self._held) > _MOST_NAME else "reading"
                 return ""

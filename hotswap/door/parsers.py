@@ -17,6 +17,9 @@ __all__ = ["OPENS_REASONING", "AnswerParser", "Parsed", "ReasoningFormat", "Tool
 ReasoningFormat: TypeAlias = Literal["think"]
 """`"think"`: `<think>...</think>` before the answer; templates may have written the first mark."""
 
+# Readers copy what they have not read yet at every step, so that they are given a little at a time.
+_PIECE = 1024
+
 OPENS_REASONING, _CLOSES_REASONING = "<think>", "</think>"
 
 
@@ -88,9 +91,10 @@ class AnswerParser:
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
         """Take the next text, and return what it adds, in order; all that is held once it is the `last`."""
-        self._held += text
-        while self._step(last=last):
-            pass
+        for at in range(0, max(len(text), 1), _PIECE):
+            self._held += text[at : at + _PIECE]
+            while self._step(last=last and at + _PIECE >= len(text)):
+                pass
         if last and not self._behind_mark:
             self._parts.append(Part("content", self._blank))
         parts, self._parts = joined(self._parts), []

@@ -106,6 +106,42 @@ def test_no_text_is_lost_or_fails(text: str, data: st.DataObject) -> None:
         assert content == text
 
 
+MANY = 100_000
+
+
+@pytest.mark.parametrize("tools", ["hermes", "mistral", None])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[TOOL_CALLS]add" + " " * MANY,
+        "[TOOL_CALLS]" + "a" * MANY + "[ARGS]",
+        "[TOOL_CALLS]" + "a[CALL_ID]" * MANY,
+        "[TOOL_CALLS]" + ", " * MANY,
+        "<tool_call>" + ", " * MANY,
+        '<tool_call>{"id": "' + "a" * MANY,
+        "<tool_call>{" + '"a": 1, ' * MANY,
+        "<tool_call>" * MANY,
+        "<think" + "<" * MANY,
+        " " * MANY,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_hostile_text_is_read_in_steps_of_its_length(tools: ToolFormat | None, text: str) -> None:
+    # In steps of the square of its length none of these would end.
+    assert parsed(AnswerParser(tools, "think"), [text]) == (text, "", [])
+
+
+def test_what_follows_a_call_is_read_in_steps_of_its_length() -> None:
+    text = CALL.removesuffix("</tool_call>") + "{ ," * MANY
+    assert parsed(AnswerParser("hermes"), [text]) == ("", "", [ADD])
+
+
+@pytest.mark.parametrize("size", [250, 251, 252, 300])
+def test_the_name_of_a_call_is_as_long_in_one_part_as_in_many(size: int) -> None:
+    text = "[TOOL_CALLS]" + "a" * size + "[ARGS]{}"
+    assert parsed(AnswerParser("mistral"), [text]) == parsed(AnswerParser("mistral"), list(text))
+
+
 def test_reasoning_that_the_template_has_begun_needs_no_mark() -> None:
     parser = AnswerParser(None, "think", begins_reasoning=True)
     assert parsed(parser, ["hm</th", "ink>yes"]) == ("yes", "hm", [])
