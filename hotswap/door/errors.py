@@ -75,6 +75,9 @@ ROWS: dict[type[HotswapError], Row] = {
 }
 """The row of every error; that of a class also holds for subclasses without one."""
 
+# Of a body with more of them none is named.
+_MOST_ERRORS = 1000
+_BRANCHES = ("str", "int", "float", "bool")
 _HIDDEN = "The server could not do it; its log has the reason."
 # The field that a message begins with; those of prompts begin otherwise.
 _FIELD = re.compile(r"(?:The )?([a-z_]+(?:\[\d+\]|\.[a-z_]+)*) (?:is|has|have|are|of|cannot)\b")
@@ -130,9 +133,16 @@ def refusal_of(error: Exception, *, to_operator: bool = False) -> Refusal:
 
 
 def _of_body(error: ValidationError) -> Refusal:
+    if error.error_count() > _MOST_ERRORS:  # to tell the first, all of them would have to be written
+        return Refusal(
+            400,
+            f"The body is wrong in {error.error_count():,} places; send what /openapi.json describes.",
+            "invalid_value",
+        )
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # Of a union pydantic names the branch as well, which is no part of a body.
     where = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    where = where[:-1] if where and where[-1] in _BRANCHES else where
     param = ".".join(where) or None
     known = first["type"] != "extra_forbidden"
     says = first["msg"] if known else "is no field that this server knows; leave it out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from hotswap.door.errors import Refusal
 from hotswap.door.generation import Answer, Endpoint, Generation, UsageTotal, new_id
 from hotswap.door.keys import KeyUse
 from hotswap.door.parsers import Parsed, ToolCall, gathered
-from hotswap.door.protocol import Strict
+from hotswap.door.protocol import JsonObject, ListOf, Strict
 from hotswap.door.sampling import sampling_of
 from hotswap.door.wire import named_event
 
@@ -54,7 +54,7 @@ class ToolUseBlock(Strict):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
     cache_control: dict[str, Any] | None = None
 
 
@@ -63,7 +63,7 @@ class ToolResultBlock(Strict):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | ListOf[TextBlock] = ""
     is_error: bool = False
     cache_control: dict[str, Any] | None = None
 
@@ -75,7 +75,7 @@ class Message(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | ListOf[Block]
 
 
 class ToolBody(Strict):
@@ -83,7 +83,7 @@ class ToolBody(Strict):
 
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     cache_control: dict[str, Any] | None = None
 
 
@@ -99,15 +99,15 @@ class MessagesBody(Strict):
     """The body of `/v1/messages`."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: ListOf[Message] = Field(min_length=1)
     max_tokens: int
-    system: str | list[TextBlock] | None = None
+    system: str | ListOf[TextBlock] | None = None
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[ToolBody] | None = None
+    stop_sequences: ListOf[str] | None = None
+    tools: ListOf[ToolBody] | None = None
     tool_choice: ToolChoiceBody | None = None
     metadata: dict[str, Any] | None = None
 
@@ -296,11 +296,14 @@ def _tool_use(name: str, given: object) -> dict[str, Any]:
     return {"type": "tool_use", "id": new_id("toolu"), "name": name, "input": given}
 
 
-def _input(call: ToolCall) -> object:
+def _input(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments of a call; none if the model has written no object that JSON has."""
     try:
-        return json.loads(call.arguments)
-    except ValueError:  # the answer was cut off
+        given: object = json.loads(call.arguments)
+        json.dumps(given, allow_nan=False)
+    except (ValueError, RecursionError):  # cut off, or with numbers that JSON does not have
         return {}
+    return cast("dict[str, Any]", given) if isinstance(given, dict) else {}
 
 
 def _usage(usage: UsageTotal | None) -> dict[str, int]:

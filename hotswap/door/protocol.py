@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 __all__ = [
     "ChatBody",
     "CompletionBody",
     "Detokenization",
     "GenerationBody",
+    "JsonObject",
+    "ListOf",
     "StreamOptions",
     "Strict",
     "Tokenization",
 ]
 
-Tokens = list[Annotated[int, Field(ge=0)]]
+_T = TypeVar("_T")
+
+
+def _writable(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object that JSON can write; readers take NaN, and numbers of any size."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as exc:
+        raise PydanticCustomError("not_json", "has a number that JSON does not have") from exc
+    return value
+
+
+ListOf = Annotated[list[_T], Field(fail_fast=True)]
+"""A list that is refused by its first wrong entry; one error for each would be a hundred times the body."""
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
+"""An object of any fields, which answers, templates and grammars can write as JSON."""
+
+Tokens = ListOf[Annotated[int, Field(ge=0)]]
 
 
 class Strict(BaseModel):
     """A part of a body: no other fields, and values of JSON's own types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(Strict):
@@ -37,7 +59,7 @@ class JsonSchema(Strict):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -64,7 +86,7 @@ class GenerationBody(Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -97,7 +119,7 @@ class GenerationBody(Strict):
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`; one prompt, or several."""
 
-    prompt: str | Tokens | list[str] | list[Tokens]
+    prompt: str | Tokens | ListOf[str] | ListOf[Tokens]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
@@ -124,7 +146,7 @@ class FunctionTool(Strict):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -138,21 +160,21 @@ class Tool(Strict):
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`; `messages` are checked by `Chat`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: ListOf[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: ListOf[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    modalities: list[Literal["text"]] | None = None
+    modalities: ListOf[Literal["text"]] | None = None
 
 
 class Tokenization(Strict):
@@ -160,7 +182,7 @@ class Tokenization(Strict):
 
     model: str
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: ListOf[dict[str, Any]] | None = None
     adapter: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True

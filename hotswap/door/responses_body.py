@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import Discriminator, Field, Tag
 
+from hotswap.checks import shown
 from hotswap.door.conversation import CallForm, call_schema
 from hotswap.door.errors import Refusal, invalid
-from hotswap.door.protocol import StreamOptions, Strict
+from hotswap.door.protocol import JsonObject, ListOf, StreamOptions, Strict
 
 __all__ = ["ResponsesBody", "called_schema", "check_stateless", "format_schema", "messages_of", "tools_of"]
 
@@ -19,8 +20,8 @@ class TextPart(Strict):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None  # of no effect, as are the log-probabilities of an earlier answer
-    logprobs: list[Any] | None = None
+    annotations: ListOf[Any] | None = None  # of no effect, as are the log-probabilities of an earlier answer
+    logprobs: ListOf[Any] | None = None
 
 
 class MessageItem(Strict):
@@ -28,7 +29,7 @@ class MessageItem(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | ListOf[TextPart]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -51,7 +52,7 @@ class CallOutputItem(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | ListOf[TextPart]
     id: str | None = None
     status: str | None = None
 
@@ -68,8 +69,8 @@ class ReasoningItem(Strict):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[Any] | None = None
-    content: list[ReasoningText] | None = None
+    summary: ListOf[Any] | None = None
+    content: ListOf[ReasoningText] | None = None
     encrypted_content: None = None
     status: str | None = None
 
@@ -96,7 +97,7 @@ class FunctionTool(Strict):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -113,7 +114,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -136,12 +137,12 @@ class ResponsesBody(Strict):
     """The body of `/v1/responses`. Fields of `Sampling` beside OpenAI's have their own names."""
 
     model: str
-    input: str | list[Item]
+    input: str | ListOf[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[FunctionTool] | None = None
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -151,7 +152,7 @@ class ResponsesBody(Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     adapter: str | None = None
@@ -171,7 +172,7 @@ class ResponsesBody(Strict):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
@@ -195,7 +196,7 @@ def check_stateless(asked: ResponsesBody) -> None:
     """Raise a `Refusal` for what a server without state does not do."""
     for name, why in _REFUSED.items():
         if (value := getattr(asked, name)) and value != "disabled":
-            raise Refusal(400, f"{name} is {value!r}, but {why}.", "unsupported_parameter", param=name)
+            raise Refusal(400, f"{name} is {shown(value)}, but {why}.", "unsupported_parameter", param=name)
 
 
 def called_schema(asked: ResponsesBody) -> dict[str, Any] | None:

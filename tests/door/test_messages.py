@@ -18,6 +18,7 @@ from hotswap.door.errors import Refusal
 from hotswap.door.generation import UsageTotal
 from hotswap.door.messages import MessagesAnswer
 from hotswap.door.served import Served
+from hotswap.door.wire import to_json
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.request import Token
 from tests.door.support import client_of
@@ -160,3 +161,15 @@ def test_a_call_is_a_block_of_its_own() -> None:
     assert last["usage"] == {"input_tokens": 2, "cache_read_input_tokens": 1, "output_tokens": 9}
     refusal = Refusal(502, "An engine failed.", "engine_error")
     assert events_of(answer.failure(refusal).decode())[0][1]["error"]["type"] == "api_error"
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"x": NaN}', '{"x": 1e400}', '{"x": ' + "9" * 5000 + "}", "[1]", "[" * 5000, '{"x']
+)
+def test_arguments_that_are_no_object_of_json_end_no_answer(arguments: str) -> None:
+    answer = MessagesAnswer("msg-1", "a", ParserMaker(served=Served(tool_format="mistral"), has_tools=True))
+    text = f'[TOOL_CALLS][{{"name": "f", "arguments": {json.dumps(arguments)}}}]'
+    usage = UsageTotal(prompt_tokens=3, generated_tokens=9, reused_tokens=1)
+    whole = answer.whole([[Token(id=1, index=0, text=text, finish_reason="stop")]], usage)
+    (block,) = json.loads(to_json(whole))["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", {})
