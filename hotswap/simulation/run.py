@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -43,14 +44,20 @@ def _few_collections() -> Generator[None]:
 
 
 class _FirstUnserved(logging.Filter):
-    """Lets the first warning of a model without an instance through, and counts them all by model."""
+    """Lets the first warning of a model without an instance through, and counts them all by model.
+
+    Those of other threads pass, in which other simulations may run, or the fleet of a server.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[object] = Counter()
+        self._thread = threading.get_ident()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is the first."""
+        """Whether the record is the first of this thread, or of another one."""
+        if threading.get_ident() != self._thread:
+            return True
         self.counts[record.args[0] if isinstance(record.args, tuple) else record.args] += 1
         return self.counts.total() == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
@@ -44,6 +45,22 @@ def test_one_wait_is_told_once_and_none_not_at_all(driver: Driver, caplog: pytes
     assert told(caplog) == []
     simulate(in_turn("a", "b"), CLUSTER, scheduler=KeepAliveSwap(), driver=driver)
     assert len(told(caplog)) == 1
+
+
+def test_what_other_threads_warn_of_meanwhile_is_heard_and_not_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("hotswap.unserved")
+
+    def warn(ended: int, total: int) -> None:
+        thread = threading.Thread(target=log.warning, args=("Model %r waits.", "z"))
+        thread.start()
+        thread.join()
+
+    trace = in_turn("a", "b", "c", "d")
+    simulate(trace, CLUSTER, scheduler=KeepAliveSwap(), driver="events", progress=warn)
+    assert told(caplog).count("Model 'z' waits.") >= 4
+    assert "3 of 4 models" in told(caplog)[-1]
 
 
 def test_after_a_simulation_all_warnings_are_heard_again(caplog: pytest.LogCaptureFixture) -> None:
