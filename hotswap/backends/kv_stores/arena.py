@@ -22,7 +22,7 @@ Pages: TypeAlias = npt.NDArray[np.int64]
 
 
 class Arena:
-    """Memory for blocks, allocated page by page. `write` and `read` may run in any thread, others in one.
+    """Memory for blocks, allocated page by page. `write`, `read` and `add_staging` may run in any thread.
 
     A block takes whole pages, wherever they are, so that no room is lost between blocks of different sizes.
     Pages that were written before are taken first.
@@ -99,15 +99,19 @@ class Arena:
 
     # ------------------------------------------------------------------ memory for copies
 
-    def staging(self, size_bytes: int) -> memoryview:
-        """Return memory for a copy, of which the pages are there if they were before; `unstage` it."""
+    def add_staging(self, size_bytes: int) -> None:
+        """Take memory for copies from the system, pinned where it can be, which takes a while."""
+        memory = aligned_buffer(size_bytes)
+        if can_pin() and pin(memory):
+            self._pinned.add(id(memory))
+        self._idle.append(memory)
+
+    def staging(self, size_bytes: int) -> memoryview | None:
+        """Return memory for a copy, to be given to `unstage`; `None` if none so long is left."""
         at = next((at for at, idle in enumerate(self._idle) if len(idle) >= size_bytes), None)
         if at is None:
-            memory = aligned_buffer(size_bytes)
-            if can_pin() and pin(memory):
-                self._pinned.add(id(memory))
-        else:
-            memory = self._idle.pop(at)
+            return None
+        memory = self._idle.pop(at)
         out = memory[:size_bytes]
         self._staged[id(out)] = memory
         return out

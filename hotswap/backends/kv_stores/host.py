@@ -22,16 +22,17 @@ _MOST_INLINE_BYTES = 256 << 10
 class HostKVStore(IndexedKVStore[Pages]):
     """Keeps KV blocks in host memory under a budget, for as long as it is entered.
 
-    Memory is taken from the system as it is first needed, and kept: blocks are written to pages that are
-    there already, at ten times the speed of new ones. Blocks of all models share it, whatever their size.
+    Memory is taken from the system as it is first needed, and kept: pages that are there already are written
+    sooner than new ones. Blocks of all models share it, whatever their size.
     What is read for a device is copied through pinned memory where torch uses CUDA in this process.
 
     It holds what users wrote, in a form that can be read back: in memory alone, and no longer than the fleet
     that entered it runs.
 
     Args:
-        capacity: The budget, as a number of bytes or as text such as `"4 GiB"`. Copies on their way take up
-            to 16 MiB more.
+        capacity: The budget, as a number of bytes or as text such as `"4 GiB"`. Reads of blocks that are
+            scattered or go to a device take as much more as they ask for at once, of which up to 16 MiB are
+            kept for the next ones. A fleet asks for 4 MiB, or a block, for each instance that restores.
 
     Raises:
         ConfigError: the capacity is no size.
@@ -73,7 +74,9 @@ class HostKVStore(IndexedKVStore[Pages]):
         if (lent := self._arena.in_place(places, block_bytes)) is not None:
             await checkpoint()
             return lent
-        out = self._arena.staging(len(places) * block_bytes)
+        size_bytes = len(places) * block_bytes
+        while (out := self._arena.staging(size_bytes)) is None:  # another read may take what is added
+            await in_thread(partial(self._arena.add_staging, size_bytes))
         copy = partial(self._arena.read, places, out, block_bytes)
         try:
             if len(out) <= _MOST_INLINE_BYTES:

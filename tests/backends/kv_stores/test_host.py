@@ -14,7 +14,7 @@ import pytest
 from hotswap import ModelId
 from hotswap.abc import KVLayout, KVPages, KVPrefix
 from hotswap.backends.kv_index import KVIndex, StoredBlock
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.kv_stores import HostKVStore, arena
 from hotswap.backends.kv_stores.arena import PAGE_BYTES, Arena, Pages
 from hotswap.errors import ConfigError
 
@@ -81,14 +81,49 @@ async def test_large_copies_are_made_off_the_event_loop(monkeypatch: pytest.Monk
     assert threading.get_ident() not in threads
 
 
+async def test_memory_for_copies_to_a_device_is_pinned_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for CUDA. It is pinned once for many copies, and unpinned in the end."""
+    pinned, threads = dict[int, memoryview](), list[int]()
+
+    def pin(memory: memoryview) -> bool:
+        threads.append(threading.get_ident())
+        pinned[id(memory)] = memory
+        return True
+
+    monkeypatch.setattr(arena, "can_pin", lambda: True)
+    monkeypatch.setattr(arena, "pin", pin)
+    monkeypatch.setattr(arena, "unpin", lambda memory: pinned.pop(id(memory)))  # type: ignore[arg-type]
+    prefix = KVPrefix(layout(64 << 10), range(16))
+
+    async def restore(store: HostKVStore) -> None:
+        with store.lease(prefix) as lease:
+            for _ in range(3):
+                read = await lease.read(0, 16)
+                assert bytes(read.data) == bytes(pages(0, 4, 64 << 10).data)
+
+    async with HostKVStore("4 MiB") as store:
+        await save(store, prefix)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(restore, store)
+        assert 1 <= len(threads) <= 3
+        assert threading.get_ident() not in threads
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await restore(store)
+    assert not pinned
+
+
 async def test_pages_that_were_written_are_taken_before_new_ones() -> None:
-    """New pages cost ten times as much to write."""
-    arena = Arena(1000 * PAGE_BYTES)
+    """New pages take longer to be written."""
+    memory = Arena(1000 * PAGE_BYTES)
     for _ in range(50):
-        blocks = [arena.allocate(3 * PAGE_BYTES) for _ in range(10)]
+        blocks = [memory.allocate(3 * PAGE_BYTES) for _ in range(10)]
         assert max(int(block.max()) for block in blocks) < 30
         for block in blocks:
-            arena.free(block)
+            memory.free(block)
 
 
 async def test_a_read_of_neighbouring_pages_copies_nothing() -> None:
