@@ -41,6 +41,8 @@ from hotswap.policies import LeastLoadedRouter
 __all__ = ["Settings", "main", "measure"]
 
 _VOCABULARY = 2048
+# A block has keys and values of two heads in 64 floats each, as `write_llama` shapes them.
+_BLOCK_TOKENS, _KV_HEADS, _HEAD_DIM, _FLOAT_BYTES = 32, 2, 64, 4
 _STEPS = 6  # after each return
 _MOST_TOKENS = 2048  # of a stream, which decodes while the next model is preloaded, too
 _MOST_WARM = 1024  # longer contexts are computed again without one time that does not count
@@ -248,8 +250,8 @@ async def _measure(root: Path, settings: Settings, context: int, count: int) -> 
             for turn in range(settings.prefills + (context <= _MOST_WARM)):
                 await turns.turn("lost", counts=turn > 0 or context > _MOST_WARM)
             tasks.cancel_scope.cancel()
-    layout_bytes = 32 * 2 * 2 * 64 * 4 * settings.layers
-    again = [round(size / layout_bytes, 2) for size in turns.found["blocks again"]]
+    block_bytes = settings.layers * _BLOCK_TOKENS * 2 * _KV_HEADS * _HEAD_DIM * _FLOAT_BYTES
+    again = [round(size / block_bytes, 2) for size in turns.found["blocks again"]]
     print(f"{count} x {context}: {turns.found}", file=sys.stderr)
     return {**turns.found, "again": again}
 
