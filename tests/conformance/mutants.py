@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -29,7 +29,6 @@ from hotswap.abc import (
     EngineStatus,
     HostChunk,
     KVPages,
-    KVSink,
     KVSource,
     Manifest,
     ModelCard,
@@ -43,6 +42,7 @@ from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.backends.sim.sequence import Sequence as SimSequence
 from hotswap.errors import InstanceError
+from tests.runtime.edited_moves import EditedMoves
 
 __all__ = ["ENGINES", "STORES"]
 
@@ -518,19 +518,16 @@ class DropsAdaptersInSilence(SimEngine):
 
 
 @engine_caught_by("test_listeners_of_both_engines_are_told_of_every_change_while_a_request_moves")
-class ReservesInSilence(SimEngine):
-    @asynccontextmanager
-    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
-        async with super().import_kv(request) as sink:
-            reserve = sink.reserve
+class ReservesInSilence(EditedMoves):
+    def edit_sink(self, sink: Any) -> None:
+        reserve = sink.reserve
 
-            async def in_silence(num_tokens: int) -> None:
-                told, self._batcher.on_change = self._batcher.on_change, lambda: None
-                await reserve(num_tokens)
-                self._batcher.on_change = told
+        async def in_silence(num_tokens: int) -> None:
+            told, self._batcher.on_change = self._batcher.on_change, lambda: None
+            await reserve(num_tokens)
+            self._batcher.on_change = told
 
-            sink.reserve = in_silence  # type: ignore[method-assign]
-            yield sink
+        sink.reserve = in_silence
 
 
 # ---------------------------------------------------------------------- adapters
@@ -588,12 +585,9 @@ class BlocksTheLoopWhileLoadingAnAdapter(SimEngine):
 
 
 @engine_caught_by("test_a_request_that_was_not_released_goes_on_where_it_was")
-class ForgetsToResume(SimEngine):
-    @asynccontextmanager
-    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-        async with super().export_kv(request) as source:
-            source.resume = lambda: None  # type: ignore[attr-defined]
-            yield source
+class ForgetsToResume(EditedMoves):
+    def edit_source(self, source: Any) -> None:
+        source.resume = lambda: None
 
 
 @engine_caught_by("test_a_stop_that_is_cancelled_leaves_no_request_stopped")
@@ -606,43 +600,34 @@ class StopsForAMoveThatHasGone(SimEngine):
 
 
 @engine_caught_by("test_blocks_that_were_not_committed_are_given_back")
-class KeepsReservedBlocks(SimEngine):
-    @asynccontextmanager
-    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
-        async with super().import_kv(request) as sink:
-            sink.close = lambda: None  # type: ignore[attr-defined]
-            yield sink
+class KeepsReservedBlocks(EditedMoves):
+    def edit_sink(self, sink: Any) -> None:
+        sink.close = lambda: None
 
 
 @engine_caught_by("test_a_request_leaves_with_its_blocks_and_goes_on_elsewhere")
-class TellsOldTokensWhenStopped(SimEngine):
-    @asynccontextmanager
-    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-        async with super().export_kv(request) as source:
-            stop = source.stop
+class TellsOldTokensWhenStopped(EditedMoves):
+    def edit_source(self, source: Any) -> None:
+        stop = source.stop
 
-            async def early() -> Stopped:
-                stopped = await stop()
-                return Stopped(stopped.tokens[:-1], stopped.num_computed - 1)
+        async def early() -> Stopped:
+            stopped = await stop()
+            return Stopped(stopped.tokens[:-1], stopped.num_computed - 1)
 
-            source.stop = early  # type: ignore[method-assign]
-            yield source
+        source.stop = early
 
 
 @engine_caught_by("test_a_stopped_request_is_read_in_any_pieces_and_again")
-class HasOneReadForAStoppedRequest(SimEngine):
-    @asynccontextmanager
-    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-        async with super().export_kv(request) as source:
-            read, last = source.read, list[KVPages]()
+class HasOneReadForAStoppedRequest(EditedMoves):
+    def edit_source(self, source: Any) -> None:
+        read, last = source.read, list[KVPages]()
 
-            async def once(first_block: int, num_tokens: int) -> KVPages:
-                if not (source._stopped and last):  # type: ignore[attr-defined]
-                    last[:] = [await read(first_block, num_tokens)]
-                return last[0]
+        async def once(first_block: int, num_tokens: int) -> KVPages:
+            if not (source._stopped and last):
+                last[:] = [await read(first_block, num_tokens)]
+            return last[0]
 
-            source.read = once  # type: ignore[method-assign]
-            yield source
+        source.read = once
 
 
 @engine_caught_by("test_an_arrived_request_finds_what_was_copied")
@@ -655,16 +640,12 @@ class ForgetsWhatArrived(SimEngine):
 
 
 @engine_caught_by("test_more_blocks_than_there_are_cannot_be_reserved")
-class ReservesWhatIsNotThere(SimEngine):
-    @asynccontextmanager
-    async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
-        async with super().import_kv(request) as sink:
+class ReservesWhatIsNotThere(EditedMoves):
+    def edit_sink(self, sink: Any) -> None:
+        async def reserve(num_tokens: int) -> None:
+            await checkpoint()
 
-            async def reserve(num_tokens: int) -> None:
-                await checkpoint()
-
-            sink.reserve = reserve  # type: ignore[method-assign]
-            yield sink
+        sink.reserve = reserve
 
 
 # ---------------------------------------------------------------------- stores

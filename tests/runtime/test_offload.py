@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from hotswap import Fleet, FleetStream, InstanceState, Request, RequestId, Sampling, SwapLimits, TimesView
+from hotswap import Fleet, FleetStream, InstanceState, Request, Sampling, SwapLimits, TimesView
 from hotswap.abc import (
     CachedKV,
     Engine,
@@ -23,7 +23,6 @@ from hotswap.abc import (
     KVPrefix,
     KVPut,
     KVSink,
-    KVSource,
     KVStore,
     KVStoreView,
 )
@@ -31,6 +30,7 @@ from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore,
 from hotswap.errors import SwapFailed
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing import cancel_everywhere
+from tests.runtime.edited_moves import EditedMoves
 from tests.runtime.support import Idle, expected, idle, sim_fleet, until
 from tests.runtime.test_telemetry import Recorder, points
 
@@ -173,18 +173,15 @@ async def test_blocks_are_written_in_pieces_that_need_not_wait_between_steps() -
     """An engine takes 4 MiB, or four blocks, beside a step; more would have 4 % of the time."""
     written: list[int] = []
 
-    class Noting(SimEngine):
-        @asynccontextmanager
-        async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
-            async with super().import_kv(request) as sink:
-                write = sink.write
+    class Noting(EditedMoves):
+        def edit_sink(self, sink: Any) -> None:
+            write = sink.write
 
-                async def noted(pages: KVPages) -> None:
-                    written.append(-(-pages.num_tokens // 16) * 16 * KV_BYTES)
-                    await write(pages)
+            async def noted(pages: KVPages) -> None:
+                written.append(-(-pages.num_tokens // 16) * 16 * KV_BYTES)
+                await write(pages)
 
-                sink.write = noted  # type: ignore[method-assign]
-                yield sink
+            sink.write = noted
 
     prompts = [tuple(range(5000, 5000 + 3900))]
     engines = [make_engine(kind=Noting)]
@@ -235,19 +232,16 @@ async def test_all_requests_stop_at_one_step_boundary() -> None:
     """One after another they would decode on, and the last be down as long as all copies take."""
     stopped_s: list[float] = []
 
-    class Noting(SimEngine):
-        @asynccontextmanager
-        async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-            async with super().export_kv(request) as source:
-                stop = source.stop
+    class Noting(EditedMoves):
+        def edit_source(self, source: Any) -> None:
+            stop = source.stop
 
-                async def noted() -> Any:
-                    result = await stop()
-                    stopped_s.append(anyio.current_time())
-                    return result
+            async def noted() -> Any:
+                result = await stop()
+                stopped_s.append(anyio.current_time())
+                return result
 
-                source.stop = noted  # type: ignore[method-assign]
-                yield source
+            source.stop = noted
 
     async with make_fleet(SimKVStore("1 GiB"), [make_engine(kind=Noting)]) as fleet, running(fleet):
         await away_and_back(fleet)
@@ -467,19 +461,16 @@ async def test_stays_that_waited_for_a_restore_teach_nothing_of_computing() -> N
     assert max(store.token_s) < 2 * min(store.token_s)
 
 
-class StuckSource(SimEngine):
+class StuckSource(EditedMoves):
     """Stops so many requests and no more."""
 
     num_stops = 0
 
-    @asynccontextmanager
-    async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-        async with super().export_kv(request) as source:
-            if not self.num_stops:
-                source.stop = anyio.sleep_forever  # type: ignore[method-assign, assignment]
-            else:
-                self.num_stops -= 1
-            yield source
+    def edit_source(self, source: Any) -> None:
+        if not self.num_stops:
+            source.stop = anyio.sleep_forever
+        else:
+            self.num_stops -= 1
 
 
 @virtual_time
