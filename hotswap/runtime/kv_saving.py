@@ -147,6 +147,8 @@ class Save:
                 await self._planned.wait()
                 async with self._copying:
                     if entry.put is not None:
+                        entry.put.release()  # what others have stored meanwhile is not copied again
+                        entry.put = self._put(prefix)
                         started_s, before = current_time(), self._saved.num_bytes
                         await self._copy(source, entry.put)
                         seconds = current_time() - started_s

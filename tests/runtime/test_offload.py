@@ -262,6 +262,16 @@ async def test_a_drain_that_is_out_of_time_saves_what_it_interrupts() -> None:
             assert client.restored == [0, before - 1]
 
 
+@virtual_time
+async def test_what_requests_have_in_common_is_copied_once() -> None:
+    engine = SimEngine("e0", WITHOUT_PRELOAD, kv_blocks=512, kv_block_tokens=16)
+    async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet, running(fleet, PROMPTS[:1] * 4) as clients:
+        await away_and_back(fleet)
+        assert fleet.swaps[-2].num_saved == 4
+        most = max(client.num_tokens for client in clients)
+        assert fleet.swaps[-2].saved_bytes <= (-(-most // 16) + 3) * 16 * KV_BYTES
+
+
 # ---------------------------------------------------------------------- without a store, without room
 
 
