@@ -280,8 +280,8 @@ class _Reading:
 
     @property
     def complete(self) -> bool:
-        """Whether all tokens have been taken."""
-        return not self._arrived and not self._num_open
+        """Whether all tokens have been taken, and no choice has ended by an error."""
+        return not self._arrived and not self._num_open and self._error is None
 
     async def take(self) -> list[tuple[int, list[Token]]]:
         """Wait for a token, and return all that have come, by choice; none at the end."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
+from starlette._utils import get_route_path  # what routes are found by
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotswap.checks import check_counts, check_priority, check_strings
@@ -217,7 +218,7 @@ class Guard:
         host = _name_of(headers.get(b"host", b"").decode("latin-1").lower())
         if self._ring.hosts is not None and host not in self._ring.hosts:
             raise Refusal(421, f"This server is not called {host!r}.", "wrong_host")
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = get_route_path(scope)
         if path in _OPEN:
             return self._without
         use = self._used(headers)

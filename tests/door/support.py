@@ -32,12 +32,19 @@ def events_of(text: str) -> list[Any]:
 class Caller:
     """One request to an application, whose client may leave at any moment.
 
+    Args:
+        app: The application.
+        path: The path that is asked for.
+        body: The body, as JSON.
+        root_path: Where the server says that the application lies.
+        headers: Further headers.
+
     Attributes:
         sent: What the application has sent.
         ended: Set once it has returned.
     """
 
-    def __init__(self, app: ASGIApp, path: str, body: object, **headers: str) -> None:
+    def __init__(self, app: ASGIApp, path: str, body: object, *, root_path: str = "", **headers: str) -> None:
         self._app, self._body = app, json.dumps(body).encode()
         given = {"content-type": "application/json", "host": "localhost", **headers}
         self._scope: dict[str, Any] = {
@@ -47,6 +54,7 @@ class Caller:
             "method": "POST",
             "scheme": "http",
             "path": path,
+            "root_path": root_path,
             "raw_path": path.encode(),
             "query_string": b"",
             "headers": [(name.encode(), value.encode()) for name, value in given.items()],

@@ -265,3 +265,19 @@ async def test_a_stream_over_swaps_moves_and_losses_has_the_text_of_an_undisturb
         right = await fleet.generate("a", (1, 2, 3), Sampling(max_tokens=400, ignore_eos=True))
         assert text == right.text
         assert len(right.tokens) == 400
+
+
+@virtual_time
+async def test_a_stream_in_which_one_choice_fails_does_not_end_as_if_none_had() -> None:
+    # Between two writes one choice ends, and the other one fails.
+    async with door(stream_interval_s=10.0) as (fleet, _):
+        app = create_app(fleet, limits=Limits(stream_interval_s=10.0))
+        body = asked(prompt=["ab", "cd"], max_tokens=100, ignore_eos=True, stream=True)
+        caller = Caller(app, COMPLETIONS, body)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(caller)
+            await caller.until(lambda: len(caller.sent) > 1)
+            fleet.cancel(max(request.id for request in fleet.view().running))
+            await caller.ended.wait()
+        assert '"code":"request_cancelled"' in caller.text
+        assert "[DONE]" not in caller.text

@@ -199,3 +199,23 @@ async def test_a_key_is_needed_to_generate() -> None:
         await caller()
         assert caller.sent[0]["status"] == 401
         assert not fleet.view().waiting
+
+
+@pytest.mark.parametrize("root", ["", "/", "/adm", "/admin", "/llm", "/llm/", "/v1", "/mod", "/live", "/l"])
+@virtual_time
+async def test_no_root_path_leads_past_the_keys(root: str) -> None:
+    operators = ("/admin/view", "/admin/swaps", "/models/load", "/v1/load_lora_adapter", "/metrics")
+    clients = ("/v1/models", "/v1/completions", "/tokenize")
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        app = create_app(fleet, keys=(CLIENT, OPERATOR))
+
+        async def status(path: str, method: str, **headers: str) -> int:
+            caller = Caller(app, path, {}, root_path=root, **headers)
+            await (caller.get() if method == "GET" else caller)()
+            return int(caller.sent[0]["status"])
+
+        for method in ("GET", "POST"):
+            for path in (*operators, *(root + path for path in operators)):
+                assert await status(path, method, **bearer("client-secret")) in (403, 404, 405), path
+            for path in (*operators, *clients, *(root + path for path in (*operators, *clients))):
+                assert await status(path, method) in (401, 404), path
