@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 import anyio
+from pydantic import BaseModel
 from starlette.types import Receive, Scope
 
 from hotswap.door.errors import Refusal
 from hotswap.door.limits import Limits
+from hotswap.worker_threads import run_in_thread
 
-__all__ = ["ClientLeft", "in_own_task", "read_body", "while_connected"]
+__all__ = ["ClientLeft", "checked", "in_own_task", "of_body", "read_body", "while_connected"]
+
+# What takes a few milliseconds to check and to make a conversation of.
+_SMALL_BYTES = 16 << 10
+
+B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 
 class ClientLeft(Exception):
@@ -34,6 +44,20 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     raise Refusal(
         408, f"The body did not come within {limits.body_s:g} s; send it at once.", "request_timeout"
     )
+
+
+async def of_body(body: bytes, work: Callable[[], T]) -> T:
+    """Do work that a body asks for and return its result: of a long body in a worker thread, to its end."""
+    return work() if len(body) <= _SMALL_BYTES else await run_in_thread(work)
+
+
+async def checked(kind: type[B], body: bytes) -> B:
+    """Return a body as the type that it has to be.
+
+    Raises:
+        ValidationError: it is of another.
+    """
+    return await of_body(body, partial(kind.model_validate_json, body))
 
 
 async def _read(receive: Receive, most_bytes: int) -> bytes:

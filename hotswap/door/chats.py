@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hotswap import Chat, Token
+from hotswap.door.body import checked, of_body
 from hotswap.door.calls import Part
 from hotswap.door.conversation import (
     CallForm,
     ParserMaker,
     call_schema,
-    make_chat,
-    parser_maker,
+    for_prompt,
     with_objects,
 )
 from hotswap.door.errors import invalid
@@ -34,8 +35,8 @@ class Chats(Endpoint):
     """Answers conversations."""
 
     async def prepare(self, body: bytes, use: KeyUse) -> Generation:
-        asked = ChatBody.model_validate_json(body)
-        name = self.named(use, asked.model, asked.adapter)
+        asked = await checked(ChatBody, body)
+        name = self.named(use, asked.model, asked.adapter, priority=asked.priority)
         schema, called = schema_of(asked.response_format), _called(asked)
         if schema is not None and called is not None:
             raise invalid(
@@ -45,15 +46,8 @@ class Chats(Endpoint):
         if asked.top_logprobs is not None and not asked.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
         has_tools = bool(asked.tools) and asked.tool_choice != "none"
-        chat = await _chat(asked, has_tools=has_tools)
-        parsers = await parser_maker(
-            self.door,
-            name,
-            chat,
-            has_tools=has_tools,
-            is_call=called is not None,
-            add_special_tokens=asked.add_special_tokens,
-        )
+        served = self.door.how(name)
+        parsers = ParserMaker(served=served, has_tools=has_tools, is_call=called is not None)
         most = asked.max_completion_tokens
         fields = {} if asked.skip_special_tokens is not None else parsers.sampling
         sampling = to_sampling(
@@ -66,6 +60,10 @@ class Chats(Endpoint):
             **fields,
         )
         self.check_choices(sampling.n)
+        chat = await of_body(body, partial(_chat, asked, has_tools=has_tools))
+        parsers = await for_prompt(
+            parsers, self.door.fleet, name, chat, add_special_tokens=asked.add_special_tokens
+        )
         id = new_id("chatcmpl")
         base = {
             "id": id,
@@ -93,11 +91,11 @@ class Chats(Endpoint):
         )
 
 
-async def _chat(asked: ChatBody, *, has_tools: bool) -> Chat:
+def _chat(asked: ChatBody, *, has_tools: bool) -> Chat:
     variables = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", asked.reasoning_effort)
-    return await make_chat(
+    return Chat(
         [with_objects(message) for message in asked.messages],
         tools=[tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if has_tools else None,
         documents=asked.documents,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hotswap import Token
+from hotswap.door.body import checked
 from hotswap.door.errors import invalid
 from hotswap.door.generation import Endpoint, Generation, UsageTotal, new_id
 from hotswap.door.keys import KeyUse
@@ -23,8 +24,8 @@ class Completions(Endpoint):
     """Continues texts or token ids."""
 
     async def prepare(self, body: bytes, use: KeyUse) -> Generation:
-        asked = CompletionBody.model_validate_json(body)
-        name = self.named(use, asked.model, asked.adapter)
+        asked = await checked(CompletionBody, body)
+        name = self.named(use, asked.model, asked.adapter, priority=asked.priority)
         if asked.best_of not in (None, asked.n or 1):
             raise invalid("best_of", "best_of is not n; all samples are returned.")
         if asked.echo:

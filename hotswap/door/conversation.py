@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from hotswap import Chat
-from hotswap.chat import is_large
+from hotswap import Chat, Fleet
 from hotswap.door.errors import invalid
-from hotswap.door.generation import Door
 from hotswap.door.parsers import OPENS_REASONING, AnswerParser
 from hotswap.door.served import Name, Served
-from hotswap.worker_threads import run_in_thread
 
-__all__ = ["CallForm", "ParserMaker", "call_schema", "make_chat", "parser_maker", "with_objects"]
+__all__ = ["CallForm", "ParserMaker", "call_schema", "for_prompt", "with_objects"]
 
 # Of so many tokens at the end of a prompt the text is looked at.
 _END_TOKENS = 16
@@ -67,34 +63,21 @@ class ParserMaker:
         )
 
 
-async def parser_maker(
-    door: Door, name: Name, chat: Chat, *, has_tools: bool, is_call: bool, **encoding: Any
+async def for_prompt(
+    parsers: ParserMaker, fleet: Fleet, name: Name, chat: Chat, **encoding: Any
 ) -> ParserMaker:
     """Return what makes the parsers of the answers to a chat.
 
     A model that reasons has its prompt looked at, since templates may begin the reasoning. `encoding` are
     further arguments of `encode`; errors are its.
     """
-    served = door.how(name)
-    begins = False
-    if served.reasoning_format is not None and not is_call:
-        models = door.fleet.models
-        tokens = await models.encode(name.model, chat, adapter=name.adapter, **encoding)
-        end = await models.decode(
-            name.model, tokens[-_END_TOKENS:], adapter=name.adapter, skip_special_tokens=False
-        )
-        begins = end.rstrip().endswith(OPENS_REASONING)
-    return ParserMaker(served=served, has_tools=has_tools, is_call=is_call, begins_reasoning=begins)
-
-
-async def make_chat(messages: Sequence[Mapping[str, Any]], **fields: Any) -> Chat:
-    """Return a conversation of these fields of `Chat`; a large one is checked in a worker thread.
-
-    Raises:
-        InvalidRequest: a message is none, by its place.
-    """
-    make = partial(Chat, messages, **fields)
-    return await run_in_thread(make) if is_large(messages) else make()
+    if parsers.served.reasoning_format is None or parsers.is_call:
+        return parsers
+    tokens = await fleet.models.encode(name.model, chat, adapter=name.adapter, **encoding)
+    end = await fleet.models.decode(
+        name.model, tokens[-_END_TOKENS:], adapter=name.adapter, skip_special_tokens=False
+    )
+    return replace(parsers, begins_reasoning=end.rstrip().endswith(OPENS_REASONING))
 
 
 def with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

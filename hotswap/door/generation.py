@@ -151,19 +151,22 @@ class Endpoint(ABC):
     async def prepare(self, body: bytes, use: KeyUse) -> Generation:
         """Return what a body asks for, of a model that its key may name.
 
+        What costs nothing to check is checked first: the model, the priority, the number of choices.
+
         Raises:
             ValidationError, Refusal, HotswapError: it asks for something wrong.
         """
 
-    def named(self, use: KeyUse, model: str, adapter: str | None = None) -> Name:
-        """Return what a name stands for.
+    def named(self, use: KeyUse, model: str, adapter: str | None = None, *, priority: int = 0) -> Name:
+        """Return what a name stands for, for a request of a priority.
 
         Raises:
             UnknownModel: the fleet has none of that name.
-            Refusal: the key may not name it.
+            Refusal: the key may not name it, or not give that priority.
         """
         name = resolve(self.door.fleet, model, adapter)
         use.check_model(name.model)
+        use.check_priority(priority)
         return name
 
     def check_choices(self, number: int) -> None:
@@ -180,11 +183,11 @@ class Endpoint(ABC):
         """Answer one request."""
         writer, answer, use = _StreamWriter(send), None, use_of(scope)
         try:
-            body = await read_body(scope, receive, self.door.limits)
-            async with while_connected(receive) as tasks:
-                generation = await self.prepare(body, use)
-                answer = generation.answer
-                with use.request(generation.priority):
+            with use.request():
+                body = await read_body(scope, receive, self.door.limits)
+                async with while_connected(receive) as tasks:
+                    generation = await self.prepare(body, use)
+                    answer = generation.answer
                     await self._answer(generation, writer, tasks, use)
         except ClientLeft:
             return
@@ -203,6 +206,7 @@ class Endpoint(ABC):
         several = len(generation.prompts) > 1
         async with AsyncExitStack() as stack:
             streams = list[FleetStream]()
+            stack.callback(_spend, use, streams, generation.sampling.n)  # whatever ends the request
             for number, prompt in enumerate(generation.prompts):
                 samples = self.door.fleet.samples(
                     generation.name.model,
@@ -215,7 +219,6 @@ class Endpoint(ABC):
                     request_id=f"{generation.id}.{number}" if several else generation.id,
                 )
                 streams += await stack.enter_async_context(samples)
-            stack.callback(_spend, use, streams, generation.sampling.n)
             reading = _Reading(streams, tasks)
             write = self._stream if generation.stream else self._whole
             await in_own_task(tasks, partial(write, generation, reading, writer))

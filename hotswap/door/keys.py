@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from starlette._utils import get_route_path  # what routes are found by
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hotswap.checks import check_counts, check_priority, check_strings
+from hotswap.checks import check_counts, check_priority, check_strings, shown
 from hotswap.door.errors import Refusal
 from hotswap.door.wire import send_json
 from hotswap.errors import ConfigError, UnknownAdapter, UnknownModel
@@ -102,24 +102,27 @@ class KeyUse:
         hides = self.is_restricted and isinstance(error, UnknownModel | UnknownAdapter)
         return _unknown() if hides else error
 
+    def check_priority(self, priority: int) -> None:
+        """Raise a `Refusal` unless requests with it may have a priority."""
+        key = self.key
+        if key is not None and not key.admin and priority > key.priority:
+            raise Refusal(
+                403,
+                f"priority is {shown(priority)}, and requests of this key may have up to {key.priority}.",
+                "priority_not_allowed",
+                "permission_error",
+                "priority",
+            )
+
     @contextmanager
-    def request(self, priority: int) -> Generator[None]:
-        """Bracket a request of it.
+    def request(self) -> Generator[None]:
+        """Bracket a request of it, from before its body is read.
 
         Raises:
-            Refusal: the key may not give that priority, or have another request under way, or has spent its
-                tokens.
+            Refusal: the key may not have another request under way, or has spent its tokens.
         """
         key = self.key
         if key is not None and not key.admin:
-            if priority > key.priority:
-                raise Refusal(
-                    403,
-                    f"priority is {priority}, and requests of this key may have up to {key.priority}.",
-                    "priority_not_allowed",
-                    "permission_error",
-                    "priority",
-                )
             if key.requests is not None and self._num_requests >= key.requests:
                 raise _too_many(
                     f"This key has {self._num_requests} requests under way, which is all that it may have.",

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from hotswap import Adapter, FleetEvent, FleetView, InstanceId, InstanceState, ModelId, SwapRecord
-from hotswap.door.body import read_body
+from hotswap.door.body import checked, read_body
 from hotswap.door.errors import Refusal, invalid
 from hotswap.door.generation import Door
 from hotswap.door.operators import EventsEndpoint
@@ -79,7 +79,7 @@ class ModelLoading:
 
     async def _model(self, request: Request) -> ModelId:
         body = await read_body(request.scope, request.receive, self._door.limits)
-        return resolve(self._door.fleet, ModelBody.model_validate_json(body).model).id
+        return resolve(self._door.fleet, (await checked(ModelBody, body)).model).id
 
 
 def _place(view: FleetView, model: ModelId) -> InstanceId:
@@ -130,7 +130,7 @@ class AdapterLoading:
     async def load(self, request: Request) -> Response:
         """Let requests name an adapter; `load_inplace` gives one that is there new weights."""
         content = await read_body(request.scope, request.receive, self._door.limits)
-        body = LoadAdapterBody.model_validate_json(content)
+        body = await checked(LoadAdapterBody, content)
         path, fleet = await self._path(body.lora_path), self._door.fleet
         adapter = Adapter(body.lora_name, self._model(body.base_model_name), str(path))
         is_there = any((one.model, one.id) == (adapter.model, adapter.id) for one in fleet.adapters)
@@ -145,7 +145,7 @@ class AdapterLoading:
     async def unload(self, request: Request) -> Response:
         """Let no new request name an adapter."""
         content = await read_body(request.scope, request.receive, self._door.limits)
-        body, fleet = UnloadAdapterBody.model_validate_json(content), self._door.fleet
+        body, fleet = await checked(UnloadAdapterBody, content), self._door.fleet
         models = [one.model for one in fleet.adapters if one.id == body.lora_name]
         if body.base_model_name is not None:
             models = [model for model in models if model == body.base_model_name]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from hotswap import Token
+from hotswap import Chat, Token
+from hotswap.door.body import checked, of_body
 from hotswap.door.calls import Part
-from hotswap.door.conversation import CallForm, ParserMaker, call_schema, make_chat, parser_maker
+from hotswap.door.conversation import CallForm, ParserMaker, call_schema, for_prompt
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import Answer, Endpoint, Generation, UsageTotal, new_id
 from hotswap.door.keys import KeyUse
@@ -116,14 +118,12 @@ class Messages(Endpoint):
     """Answers conversations."""
 
     async def prepare(self, body: bytes, use: KeyUse) -> Generation:
-        asked = MessagesBody.model_validate_json(body)
+        asked = await checked(MessagesBody, body)
         name = self.named(use, asked.model)
         has_tools = bool(asked.tools) and (asked.tool_choice is None or asked.tool_choice.type != "none")
         called = _called(asked)
-        messages = [*_system(asked.system), *(line for one in asked.messages for line in _lines(one))]
-        tools = [_tool(tool) for tool in asked.tools or ()] if has_tools else None
-        chat = await make_chat(messages, tools=tools)
-        parsers = await parser_maker(self.door, name, chat, has_tools=has_tools, is_call=called is not None)
+        served = self.door.how(name)
+        parsers = ParserMaker(served=served, has_tools=has_tools, is_call=called is not None)
         fields = {
             "max_tokens": asked.max_tokens,
             "temperature": asked.temperature,
@@ -133,18 +133,26 @@ class Messages(Endpoint):
             "json_schema": called,
             **parsers.sampling,
         }
+        sampling = sampling_of(self.door, name, fields)
+        chat = await of_body(body, partial(_chat, asked, has_tools=has_tools))
+        parsers = await for_prompt(parsers, self.door.fleet, name, chat)
         id = new_id("msg")
         return Generation(
             id=id,
             name=name,
             prompts=(chat,),
-            sampling=sampling_of(self.door, name, fields),
+            sampling=sampling,
             stream=asked.stream,
             answer=MessagesAnswer(id, asked.model, parsers),
         )
 
     def refused(self, refusal: Refusal) -> object:
         return _error(refusal)
+
+
+def _chat(asked: MessagesBody, *, has_tools: bool) -> Chat:
+    messages = [*_system(asked.system), *(line for one in asked.messages for line in _lines(one))]
+    return Chat(messages, tools=[_tool(tool) for tool in asked.tools or ()] if has_tools else None)
 
 
 def _called(asked: MessagesBody) -> dict[str, Any] | None:

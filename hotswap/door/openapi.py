@@ -105,10 +105,13 @@ ENDPOINTS: dict[tuple[str, str], Described] = {
         does="Encode a text or a conversation.",
         body=Tokenization,
         answer="TokenizedAnswer",
-        statuses=_READS_BODY,
+        statuses=(*_READS_BODY, 429),
     ),
     ("post", "/detokenize"): Described(
-        does="Decode token ids.", body=Detokenization, answer="DetokenizedAnswer", statuses=_READS_BODY
+        does="Decode token ids.",
+        body=Detokenization,
+        answer="DetokenizedAnswer",
+        statuses=(*_READS_BODY, 429),
     ),
     ("post", "/admin/swap"): _verb("Turn an instance to a model, or unload it.", SwapBody),
     ("post", "/admin/drain"): _verb("Empty an instance of requests; it stays closed.", DrainBody),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hotswap import EventStream, Fleet, FleetEvent
-from hotswap.door.body import ClientLeft, read_body, while_connected
+from hotswap.door.body import ClientLeft, checked, read_body, while_connected
 from hotswap.door.errors import Refusal, invalid, refusal_of
 from hotswap.door.generation import Door
 from hotswap.door.protocol import Strict
@@ -100,7 +100,8 @@ class Operators:
         return self._door.fleet
 
     async def _body(self, request: Request, kind: type[B]) -> B:
-        return kind.model_validate_json(await read_body(request.scope, request.receive, self._door.limits))
+        body = await read_body(request.scope, request.receive, self._door.limits)
+        return await checked(kind, body)
 
     async def swap(self, request: Request) -> Response:
         """Turn an instance to a model, or unload it."""

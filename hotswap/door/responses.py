@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from hotswap import Sampling, Token
+from hotswap import Chat, Sampling, Token
+from hotswap.door.body import checked, of_body
 from hotswap.door.calls import Part
-from hotswap.door.conversation import ParserMaker, make_chat, parser_maker, with_objects
+from hotswap.door.conversation import ParserMaker, for_prompt, with_objects
 from hotswap.door.errors import Refusal, invalid
 from hotswap.door.generation import Answer, Endpoint, Generation, UsageTotal, new_id
 from hotswap.door.keys import KeyUse
@@ -31,27 +33,22 @@ class Responses(Endpoint):
     """Answers conversations that come whole with each request."""
 
     async def prepare(self, body: bytes, use: KeyUse) -> Generation:
-        asked = ResponsesBody.model_validate_json(body)
+        asked = await checked(ResponsesBody, body)
         check_stateless(asked)
-        name = self.named(use, asked.model, asked.adapter)
+        name = self.named(use, asked.model, asked.adapter, priority=asked.priority)
         schema, called = format_schema(asked), called_schema(asked)
         if schema is not None and called is not None:
             raise invalid(
                 "tool_choice", "tool_choice asks for a call, and text.format for an answer; give one."
             )
         has_tools = bool(asked.tools) and asked.tool_choice != "none"
-        variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
-        if asked.reasoning is not None and asked.reasoning.effort is not None:
-            variables.setdefault("reasoning_effort", asked.reasoning.effort)
-        chat = await make_chat(
-            [with_objects(message) for message in messages_of(asked)],
-            tools=tools_of(asked) if has_tools else None,
-            chat_template_kwargs=variables,
-        )
-        parsers = await parser_maker(self.door, name, chat, has_tools=has_tools, is_call=called is not None)
+        served = self.door.how(name)
+        parsers = ParserMaker(served=served, has_tools=has_tools, is_call=called is not None)
         fields = {key: getattr(asked, key) for key in _SAMPLED}
         fields |= {"max_tokens": asked.max_output_tokens, "json_schema": called or schema}
         sampling = sampling_of(self.door, name, fields | parsers.sampling)
+        chat = await of_body(body, partial(_chat, asked, has_tools=has_tools))
+        parsers = await for_prompt(parsers, self.door.fleet, name, chat)
         id = new_id("resp")
         return Generation(
             id=id,
@@ -63,6 +60,17 @@ class Responses(Endpoint):
             priority=asked.priority,
             timeout_s=asked.timeout_s,
         )
+
+
+def _chat(asked: ResponsesBody, *, has_tools: bool) -> Chat:
+    variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
+    if asked.reasoning is not None and asked.reasoning.effort is not None:
+        variables.setdefault("reasoning_effort", asked.reasoning.effort)
+    return Chat(
+        [with_objects(message) for message in messages_of(asked)],
+        tools=tools_of(asked) if has_tools else None,
+        chat_template_kwargs=variables,
+    )
 
 
 def _base(id: str, created_at: int, asked: ResponsesBody, sampling: Sampling) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hotswap import Chat
-from hotswap.door.body import read_body
+from hotswap.door.body import checked, of_body, read_body
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import Door
 from hotswap.door.keys import use_of
@@ -25,9 +27,17 @@ class TextEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Encode a text, or a chat as the model's template writes it."""
-        asked = Tokenization.model_validate_json(
-            await read_body(request.scope, request.receive, self._door.limits)
-        )
+        with use_of(request.scope).request():
+            return await self._tokenized(request)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Decode token ids, special ones included unless they are to be skipped."""
+        with use_of(request.scope).request():
+            return await self._detokenized(request)
+
+    async def _tokenized(self, request: Request) -> Response:
+        body = await read_body(request.scope, request.receive, self._door.limits)
+        asked = await checked(Tokenization, body)
         models = self._door.fleet.models
         name = resolve(self._door.fleet, asked.model, asked.adapter)
         use_of(request.scope).check_model(name.model)
@@ -37,11 +47,7 @@ class TextEndpoints:
             )
         prompt: str | Chat | None = asked.prompt
         if prompt is None:
-            prompt = Chat(
-                asked.messages or (),
-                add_generation_prompt=asked.add_generation_prompt,
-                chat_template_kwargs=asked.chat_template_kwargs,
-            )
+            prompt = await of_body(body, partial(_chat, asked))
         tokens = await models.encode(
             name.model, prompt, adapter=name.adapter, add_special_tokens=asked.add_special_tokens
         )
@@ -49,11 +55,9 @@ class TextEndpoints:
         answer = {"count": len(tokens), "max_model_len": most, "tokens": tokens}
         return Response(to_json(answer), media_type="application/json")
 
-    async def detokenize(self, request: Request) -> Response:
-        """Decode token ids, special ones included unless they are to be skipped."""
-        asked = Detokenization.model_validate_json(
-            await read_body(request.scope, request.receive, self._door.limits)
-        )
+    async def _detokenized(self, request: Request) -> Response:
+        body = await read_body(request.scope, request.receive, self._door.limits)
+        asked = await checked(Detokenization, body)
         name = resolve(self._door.fleet, asked.model, asked.adapter)
         use_of(request.scope).check_model(name.model)
         text = await self._door.fleet.models.decode(
@@ -63,3 +67,11 @@ class TextEndpoints:
             skip_special_tokens=asked.skip_special_tokens,
         )
         return Response(to_json({"prompt": text}), media_type="application/json")
+
+
+def _chat(asked: Tokenization) -> Chat:
+    return Chat(
+        asked.messages or (),
+        add_generation_prompt=asked.add_generation_prompt,
+        chat_template_kwargs=asked.chat_template_kwargs,
+    )

@@ -78,6 +78,10 @@ class Caller:
         self._scope["method"] = "GET"
         return self
 
+    def withhold(self) -> None:
+        """Send no body."""
+        self._has_body = True
+
     def leave(self) -> None:
         """Close the connection."""
         self._left.set()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
+from hotswap.door.body import checked
 from hotswap.door.errors import refusal_of
 from hotswap.door.openapi import ENDPOINTS
-from hotswap.door.protocol import CompletionBody
+from hotswap.door.protocol import CompletionBody, Strict
 from hotswap.offline.virtual_time import virtual_time
 from tests.door.test_messages import door
 
@@ -114,3 +116,21 @@ async def test_what_is_refused_is_shown_in_a_few_characters() -> None:
         )
         assert answer.json()["error"]["param"] == "prompt"
         assert len(answer.text) < 500
+
+
+class Noted(Strict):
+    """A body that notes where it was checked."""
+
+    x: str
+    thread: int = 0
+
+    @model_validator(mode="after")
+    def _note(self) -> Noted:
+        self.thread = threading.get_ident()
+        return self
+
+
+async def test_a_long_body_is_checked_beside_the_event_loop() -> None:
+    for size, is_beside in ((10, False), (100_000, True)):
+        body = await checked(Noted, json.dumps({"x": "a" * size}).encode())
+        assert (body.thread != threading.get_ident()) is is_beside

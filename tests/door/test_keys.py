@@ -219,3 +219,52 @@ async def test_no_root_path_leads_past_the_keys(root: str) -> None:
                 assert await status(path, method, **bearer("client-secret")) in (403, 404, 405), path
             for path in (*operators, *clients, *(root + path for path in (*operators, *clients))):
                 assert await status(path, method) in (401, 404), path
+
+
+ENDPOINTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/tokenize",
+    "/detokenize",
+)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@virtual_time
+async def test_a_key_is_held_to_its_limits_before_its_body_is_read(path: str) -> None:
+    key = ApiKey(secret="client-secret", requests=1, tokens_per_minute=60)
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        app = create_app(fleet, keys=(key,))
+        async with (
+            client_of(app, headers=bearer("client-secret")) as client,
+            anyio.create_task_group() as tasks,
+        ):
+            slow = Caller(app, path, None, **bearer("client-secret"))
+            slow.withhold()
+            tasks.start_soon(slow)
+            await anyio.sleep(1.0)
+            # It is wrong, which is not looked at.
+            refused = await client.post(path, json={"what": 1})
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after-ms"]) > 0
+            assert (refused.json().get("type") == "error") is (path == "/v1/messages")
+            slow.leave()
+            await slow.ended.wait()
+            assert (await client.post(path, json={"what": 1})).status_code == 400
+            body = {"model": "a", "prompt": [1] * 100, "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert (await client.post(path, json={"what": 1})).status_code == 429
+
+
+@virtual_time
+async def test_a_request_spends_the_tokens_of_its_prompts_however_it_ends() -> None:
+    key = ApiKey(secret="client-secret", tokens_per_minute=60)
+    async with sim_fleet("a", scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        async with client_of(create_app(fleet, keys=(key,)), headers=bearer("client-secret")) as client:
+            body = {"model": "a", "prompt": [[1] * 100, [1] * 10**6], "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 400
+            assert (await client.post("/v1/completions", json=body)).status_code == 429
