@@ -190,13 +190,19 @@ class KeyRing:
         found = [use for use in self._uses if hmac.compare_digest(use.digest, digest)]
         return found[0] if found else None
 
+    def check_client(self, use: KeyUse | None) -> None:
+        """Raise a `Refusal` where clients need a key and a request has none."""
+        if self.has_clients and (use is None or use.key is None):
+            raise _unauthorized("client")
+
 
 class Guard:
     """Lets requests through that have a key where one is needed; an application round another.
 
     Clients need a key if there are any of clients, operators if there are any of operators; without one of
-    these, only this machine may call what is for operators. `/live`, `/health` and `/ready` need none. Names
-    of the server keep pages elsewhere out, whose names were made to lead here.
+    these, only this machine may call what is for operators. `/live`, `/health`, `/ready` and `/ui` need none,
+    and tell no names of models without one. Names of the server keep pages elsewhere out, whose names were
+    made to lead here.
 
     Args:
         app: What is guarded.
@@ -222,13 +228,13 @@ class Guard:
         if self._ring.hosts is not None and host not in self._ring.hosts:
             raise Refusal(421, f"This server is not called {host!r}.", "wrong_host")
         path = get_route_path(scope)
-        if path in _OPEN:
-            return self._without
         use = self._used(headers)
+        if path in _OPEN:
+            return use or self._without
         if path.startswith(_OPERATORS):
             self._check_operator(use, scope)
-        elif self._ring.has_clients and use is None:
-            raise _unauthorized("client")
+        else:
+            self._ring.check_client(use)
         return use or self._without
 
     def _check_operator(self, use: KeyUse | None, scope: Scope) -> None:

@@ -16,7 +16,7 @@ from hotswap.door.settings import Settings
 from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import virtual_time
 from tests.door.support import Caller, client_of
-from tests.runtime.support import Idle, sim_fleet
+from tests.runtime.support import Idle, models, sim_fleet
 
 CLIENT = ApiKey(secret="client-secret", models=("a",), priority=1, requests=1)
 OPERATOR = ApiKey(secret="operator-secret", admin=True)
@@ -268,3 +268,24 @@ async def test_a_request_spends_the_tokens_of_its_prompts_however_it_ends() -> N
             body = {"model": "a", "prompt": [[1] * 100, [1] * 10**6], "max_tokens": 1}
             assert (await client.post("/v1/completions", json=body)).status_code == 400
             assert (await client.post("/v1/completions", json=body)).status_code == 429
+
+
+@virtual_time
+async def test_without_a_key_no_model_is_named() -> None:
+    wanted = models("a", "b", min_replicas=1)
+    async with sim_fleet("a", "b", models=wanted, scheduler=Idle()) as fleet:
+        async with client_of(create_app(fleet, keys=(CLIENT, OPERATOR))) as client:
+            for path in ("/ready?model=a", "/ready?model=zz", "/ready?model="):
+                assert (await client.get(path)).status_code == 401
+            assert (await client.get("/ready")).json()["reasons"] == ["models with too few replicas: 2"]
+            told = (await client.get("/ready", headers=bearer("client-secret"))).json()["reasons"]
+            assert told == ["a has 0 of 1 replicas", "models with too few replicas: 1"]
+            others = [
+                await client.get(f"/ready?model={name}", headers=bearer("client-secret"))
+                for name in ("b", "zz")
+            ]
+            assert {one.status_code for one in others} == {404}
+            assert others[0].text == others[1].text
+            assert (await client.get("/ready?model=b", headers=bearer("operator-secret"))).status_code == 503
+        async with client_of(create_app(fleet)) as client:
+            assert (await client.get("/ready?model=b")).status_code == 503
