@@ -202,7 +202,7 @@ class ControllerSuperseded(InstanceLost):
 
 
 class StoreError(HotswapError):
-    """Weights could not be read or written; another tier may still hold them."""
+    """Weights or KV blocks could not be read or written; another tier may still hold the weights."""
 
 
 class ShardMissing(StoreError):

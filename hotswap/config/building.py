@@ -47,6 +47,7 @@ _ENGINES: Mapping[str, tuple[str, str]] = {
 
 _KV_STORES: Mapping[str, tuple[str, str]] = {
     "host": ("hotswap.backends.kv_stores", "HostKVStore"),
+    "nvme": ("hotswap.backends.kv_stores", "NvmeKVStore"),
     "sim": ("hotswap.backends.sim", "SimKVStore"),
 }
 
@@ -202,7 +203,8 @@ def _kv_store(config: KVStoreConfig | None) -> KVStore | None:
         return None
     with at_place("kv_store"):
         module, name = _KV_STORES[config.kind]
-        return cast("KVStore", _found(module, name)(config.budget))
+        directory = [_given(config, "directory")] if config.kind == "nvme" else []
+        return cast("KVStore", _found(module, name)(*directory, config.budget))
 
 
 def _tier(at: int, tier: StoreConfig, config: FleetConfig) -> WeightStore:
@@ -225,7 +227,7 @@ def _tier(at: int, tier: StoreConfig, config: FleetConfig) -> WeightStore:
         return cast("WeightStore", made)
 
 
-def _given(tier: StoreConfig, name: str) -> str | int:
+def _given(tier: StoreConfig | KVStoreConfig, name: str) -> str | int:
     value: str | int | None = getattr(tier, name)
     if value is None:
         raise ConfigError(f"{name} is missing; a store of kind {tier.kind!r} has one.")

@@ -58,8 +58,9 @@ class StoreConfig(_Section):
 class KVStoreConfig(_Section):
     """Where KV blocks are kept across swaps, `[kv_store]`."""
 
-    kind: Literal["host", "sim"] = "host"
+    kind: Literal["host", "nvme", "sim"] = "host"
     budget: str | int
+    directory: str | None = None
 
 
 class ModelConfig(_Section):

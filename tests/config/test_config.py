@@ -113,6 +113,7 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
         ('kind = "sim"\n\n[kv_store', 'kind = "nvme"\n\n[kv_store', r"stores\[0\]: directory is missing"),
         ('budget = "1 GiB"', 'budget = "much"', "kv_store: capacity is 'much'"),
         ('kind = "sim"\nbudget', 'kind = "disk"\nbudget', "kv_store.kind: "),
+        ('kind = "sim"\nbudget', 'kind = "nvme"\nbudget', "kv_store: directory is missing"),
         ("env:DOOR_TEST_KEY", "env:NO_SUCH_KEY", r"door.keys\[0\]"),
         ("env:DOOR_TEST_KEY", "client-secret", r"door.keys\[0\].secret: "),
         ("port = 0", "port = 70000", "door.port: "),

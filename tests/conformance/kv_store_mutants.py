@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from hotswap.abc import KVLayout, KVLease, KVPages, KVPrefix, KVPut
 from hotswap.backends.kv_index import Found, KVIndex, StoredBlock
 from hotswap.backends.kv_stores import HostKVStore
-from hotswap.backends.kv_stores.arena import Pages
+from hotswap.backends.kv_stores.pages import Pages
 
 __all__ = ["KV_STORES"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import anyio
@@ -24,7 +25,7 @@ from hotswap import (
     Sampling,
 )
 from hotswap.abc import KVLayout, KVStore
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.errors import SwapFailed, SwapRefused
 from hotswap.policies import LeastLoadedRouter
@@ -156,9 +157,25 @@ async def settle(engines: Sequence[TorchEngine]) -> None:
 @pytest.mark.parametrize("budget", [1 << 24, 20 * BLOCK_BYTES, 0], ids=["roomy", "20 blocks", "nothing"])
 @pytest.mark.parametrize("kv_tokens", [4096, 800], ids=["roomy pool", "tight pool"])
 async def test_tokens_are_those_of_an_undisturbed_run(store: DictStore, budget: int, kv_tokens: int) -> None:
+    num_restored, num_saved = await _swap_and_compare(store, HostKVStore(budget), kv_tokens)
+    if budget > 1 << 20 and kv_tokens > 1000:  # of those that had not ended before
+        assert num_restored >= 40 * num_saved
+    if not budget:
+        assert num_restored == 0
+
+
+async def test_tokens_are_those_of_an_undisturbed_run_with_blocks_on_a_disk(
+    store: DictStore, tmp_path: Path
+) -> None:
+    num_restored, num_saved = await _swap_and_compare(store, NvmeKVStore(tmp_path, 1 << 24), 4096)
+    assert num_restored >= 40 * num_saved > 0
+
+
+async def _swap_and_compare(store: DictStore, kv_store: KVStore, kv_tokens: int) -> tuple[int, int]:
+    """Swap away and back three times; return how many tokens were restored and requests saved."""
     engine = make_engine("e0", kv_tokens)
     clients = [Client(number) for number in range(len(PROMPTS))]
-    async with make_fleet(store, HostKVStore(budget), [engine]) as fleet:
+    async with make_fleet(store, kv_store, [engine]) as fleet:
         await fleet.swap("e0", to="a")
         async with anyio.create_task_group() as tasks:
             for client in clients:
@@ -170,12 +187,9 @@ async def test_tokens_are_those_of_an_undisturbed_run(store: DictStore, budget: 
                 await fleet.swap("e0", to="a")
         await settle([engine])
         all_released(fleet, [engine])
-        num_saved = [record.num_saved for record in fleet.swaps]
+        num_saved = sum(record.num_saved for record in fleet.swaps)
     assert [client.tokens for client in clients] == await undisturbed(store)
-    if budget > 1 << 20 and kv_tokens > 1000:  # of those that had not ended before
-        assert sum(client.num_restored for client in clients) >= 40 * sum(num_saved)
-    if not budget:
-        assert not any(client.num_restored for client in clients)
+    return sum(client.num_restored for client in clients), num_saved
 
 
 async def test_a_request_amid_its_prefill_keeps_what_it_has(store: DictStore) -> None:

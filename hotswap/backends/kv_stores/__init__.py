@@ -1,5 +1,6 @@
-"""Stores of KV blocks: `HostKVStore`, in the memory of this process. Needs the `torch` extra, for numpy."""
+"""Stores of KV blocks: `HostKVStore` in memory, `NvmeKVStore` on a disk. They need the `torch` extra."""
 
 from hotswap.backends.kv_stores.host import HostKVStore
+from hotswap.backends.kv_stores.nvme import NvmeKVStore
 
-__all__ = ["HostKVStore"]
+__all__ = ["HostKVStore", "NvmeKVStore"]

@@ -10,7 +10,9 @@ from typing import Self
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.kv_indexed import IndexedKVStore
-from hotswap.backends.kv_stores.arena import Arena, Pages
+from hotswap.backends.kv_stores.arena import Arena
+from hotswap.backends.kv_stores.pages import Pages, whole_pages
+from hotswap.backends.kv_stores.staging import Staging
 from hotswap.worker_threads import in_thread
 
 __all__ = ["HostKVStore"]
@@ -41,7 +43,7 @@ class HostKVStore(IndexedKVStore[Pages]):
 
     def __init__(self, capacity: int | str) -> None:
         super().__init__(capacity, tier="host")
-        self._arena = Arena(0)
+        self._arena, self._staging = Arena(0), Staging()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -50,11 +52,12 @@ class HostKVStore(IndexedKVStore[Pages]):
             try:
                 yield self
             finally:
+                self._staging.close()
                 self._arena.close()
                 self._arena = Arena(0)
 
     def size_of(self, block_bytes: int) -> int:
-        return self._arena.size_of(block_bytes)
+        return whole_pages(block_bytes)
 
     def allocate(self, block_bytes: int) -> Pages:
         return self._arena.allocate(block_bytes)
@@ -74,9 +77,7 @@ class HostKVStore(IndexedKVStore[Pages]):
         if (lent := self._arena.in_place(places, block_bytes)) is not None:
             await checkpoint()
             return lent
-        size_bytes = len(places) * block_bytes
-        while (out := self._arena.staging(size_bytes)) is None:  # another read may take what is added
-            await in_thread(partial(self._arena.add_staging, size_bytes))
+        out = await self._staging.take(len(places) * block_bytes)
         copy = partial(self._arena.read, places, out, block_bytes)
         try:
             if len(out) <= _MOST_INLINE_BYTES:
@@ -85,9 +86,9 @@ class HostKVStore(IndexedKVStore[Pages]):
             else:
                 await in_thread(copy)
         except BaseException:
-            self._arena.unstage(out)
+            self._staging.give_back(out)
             raise
         return out
 
     def done(self, data: memoryview) -> None:
-        self._arena.unstage(data)
+        self._staging.give_back(data)

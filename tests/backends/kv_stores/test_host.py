@@ -12,35 +12,13 @@ import numpy as np
 import pytest
 
 from hotswap import ModelId
-from hotswap.abc import KVLayout, KVPages, KVPrefix
+from hotswap.abc import KVPrefix
 from hotswap.backends.kv_index import KVIndex, StoredBlock
-from hotswap.backends.kv_stores import HostKVStore, arena
-from hotswap.backends.kv_stores.arena import PAGE_BYTES, Arena, Pages
+from hotswap.backends.kv_stores import HostKVStore, arena, staging
+from hotswap.backends.kv_stores.arena import Arena
+from hotswap.backends.kv_stores.pages import PAGE_BYTES, Pages
 from hotswap.errors import ConfigError
-
-
-def layout(block_bytes: int, weights: str = "w") -> KVLayout:
-    return KVLayout(
-        model=ModelId(weights),
-        weights=weights,
-        adapter=None,
-        block_tokens=4,
-        layers=((1, 4, 4, "float32"),),
-        block_bytes=block_bytes,
-    )
-
-
-def pages(first_block: int, num_blocks: int, block_bytes: int) -> KVPages:
-    data = b"".join(bytes([first_block + at + 1]) * block_bytes for at in range(num_blocks))
-    return KVPages(first_block, 4 * num_blocks, memoryview(bytearray(data)))
-
-
-async def save(store: HostKVStore, prefix: KVPrefix) -> int:
-    with store.put(prefix) as put:
-        count = put.num_tokens // 4 - put.first_block
-        if count > 0:
-            await put.write(pages(put.first_block, count, prefix.layout.block_bytes))
-        return put.num_tokens
+from tests.backends.kv_stores.blocks import layout, pages, save
 
 
 async def test_blocks_of_any_size_share_the_budget_whatever_was_there_before() -> None:
@@ -93,8 +71,9 @@ async def test_memory_for_copies_to_a_device_is_pinned_off_the_event_loop(
         return True
 
     monkeypatch.setattr(arena, "can_pin", lambda: True)
-    monkeypatch.setattr(arena, "pin", pin)
-    monkeypatch.setattr(arena, "unpin", lambda memory: pinned.pop(id(memory)))
+    monkeypatch.setattr(staging, "can_pin", lambda: True)
+    monkeypatch.setattr(staging, "pin", pin)
+    monkeypatch.setattr(staging, "unpin", lambda memory: pinned.pop(id(memory)))
     prefix = KVPrefix(layout(64 << 10), range(16))
 
     async def restore(store: HostKVStore) -> None:
