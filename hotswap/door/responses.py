@@ -8,7 +8,7 @@ from typing import Any
 
 from hotswap import Chat, Sampling, Token
 from hotswap.door.body import checked, of_body
-from hotswap.door.calls import Part
+from hotswap.door.calls import Part, PartKind, joined
 from hotswap.door.conversation import ParserMaker, for_prompt, with_objects
 from hotswap.door.errors import Refusal, invalid
 from hotswap.door.generation import Answer, Endpoint, Generation, UsageTotal, new_id
@@ -26,6 +26,17 @@ from hotswap.door.wire import named_event
 
 __all__ = ["Responses", "ResponsesAnswer"]
 
+_ITEMS: dict[PartKind, str] = {
+    "content": "message",
+    "reasoning": "reasoning",
+    "call": "function_call",
+    "arguments": "function_call",
+}
+_DELTAS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetition_penalty", "ignore_eos")
 
 
@@ -115,9 +126,7 @@ class ResponsesAnswer(Answer):
 
     def __init__(self, base: Mapping[str, Any], parsers: ParserMaker) -> None:
         self._base, self._parser = base, parsers.make()
-        self._items = list[dict[str, Any]]()
-        self._open = ""
-        self._text = ""  # of the item that is open
+        self._items = _Items()
         self._number = 0
         self._num_reasoning = 0
         self._finish: str | None = None
@@ -128,103 +137,79 @@ class ResponsesAnswer(Answer):
         )
 
     def chunk(self, index: int, tokens: Sequence[Token]) -> bytes:
-        self._finish, written = tokens[-1].finish_reason, b""
-        for token in tokens:
-            parts = self._parser.push(token.text, last=token.finish_reason is not None)
-            self._num_reasoning += self._parser.is_reasoning
-            written += b"".join(map(self._part, parts))
-        return written
+        return b"".join(map(self._part, self._parts(tokens)))
 
     def end(self, usage: UsageTotal) -> bytes:
-        written = b"" if self._items else self._begin_item("message", _message(new_id("msg")))
-        written += self._close(last=True)
+        written = b"" if self._items.all else self._begin_item("message")
+        written += self._close(cut_off=self._finish == "length")
         response = self._response(usage)
         return written + self._event(f"response.{response['status']}", response=response)
 
     def failure(self, refusal: Refusal) -> bytes:
         error = {"code": refusal.code, "message": refusal.message}
-        failed = {**self._base, "status": "failed", "error": error, "output": self._items}
+        failed = {**self._base, "status": "failed", "error": error, "output": self._items.all}
         return self._event("response.failed", response=failed)
 
     def whole(self, choices: Sequence[Sequence[Token]], usage: UsageTotal) -> object:
         (tokens,) = choices
-        self.chunk(0, tokens)
-        self.end(usage)
+        items = self._items
+        for part in joined(self._parts(tokens)):
+            if (kind := _ITEMS[part.kind]) != items.open or part.kind == "call":
+                items.close()
+                items.begin(kind, part.text)
+            if part.kind != "call":
+                items.write(part.text)
+        if not items.all:
+            items.begin("message")
+        items.close(cut_off=self._finish == "length")
         return self._response(usage)
 
-    # ------------------------------------------------------------------ items
+    # ------------------------------------------------------------------ events
+
+    def _parts(self, tokens: Sequence[Token]) -> list[Part]:
+        """Tell the text of tokens apart, and count those of reasoning."""
+        self._finish, parts = tokens[-1].finish_reason, list[Part]()
+        for token in tokens:
+            parts += self._parser.push(token.text, last=token.finish_reason is not None)
+            self._num_reasoning += self._parser.is_reasoning
+        return parts
 
     def _part(self, part: Part) -> bytes:
         """Go on with the item that is open, or begin that of a part."""
-        match part.kind:
-            case "call":
-                call = {"call_id": new_id("call"), "name": part.text, "arguments": ""}
-                item = {"id": new_id("fc"), "type": "function_call", "status": "in_progress", **call}
-                return self._begin_item("function_call", item)
-            case "arguments":
-                return self._delta("function_call_arguments", part.text)
-            case "reasoning":
-                begun = b""
-                if self._open != "reasoning":
-                    begun = self._begin_item("reasoning", _reasoning(new_id("rs")))
-                return begun + self._delta("reasoning_text", part.text)
-            case "content":
-                is_open = self._open == "message"
-                begun = b"" if is_open else self._begin_item("message", _message(new_id("msg")))
-                return begun + self._delta("output_text", part.text)
+        kind = _ITEMS[part.kind]
+        if part.kind == "call":
+            return self._begin_item(kind, part.text)
+        begun = b"" if self._items.open == kind else self._begin_item(kind)
+        return begun + self._delta(_DELTAS[kind], part.text)
 
-    def _begin_item(self, kind: str, item: dict[str, Any]) -> bytes:
-        written = self._close()
-        self._open, self._text = kind, ""
-        self._items.append(item)
-        written += self._event("response.output_item.added", output_index=self._at, item=item)
+    def _begin_item(self, kind: str, name: str = "") -> bytes:
+        written, items = self._close(), self._items
+        item = items.begin(kind, name)
+        written += self._event("response.output_item.added", output_index=items.at, item=item)
         if kind != "function_call":
-            written += self._event("response.content_part.added", **self._place, part=self._content_part())
+            written += self._event("response.content_part.added", **items.place, part=items.part)
         return written
 
     def _delta(self, kind: str, text: str) -> bytes:
-        self._text += text
+        self._items.write(text)
         more = {"logprobs": list[object]()} if kind == "output_text" else {}
-        return self._event(f"response.{kind}.delta", **self._place, delta=text, **more)
+        return self._event(f"response.{kind}.delta", **self._items.place, delta=text, **more)
 
-    def _close(self, *, last: bool = False) -> bytes:
-        """End the item that is open; the last one may have been cut off."""
-        if not self._open:
+    def _close(self, *, cut_off: bool = False) -> bytes:
+        """End the item that is open."""
+        items = self._items
+        if not (kind := items.open):
             return b""
-        kind, self._open = self._open, ""
-        item = {**self._items[-1]}
-        if kind != "reasoning":
-            item["status"] = "incomplete" if last and self._finish == "length" else "completed"
+        text, part, place = items.text, items.part, items.place
+        item = items.close(cut_off=cut_off)
         if kind == "function_call":
-            item["arguments"] = self._text
-            done = {"name": item["name"], "arguments": self._text}
-            written = self._event("response.function_call_arguments.done", **self._place, **done)
+            done = {"name": item["name"], "arguments": text}
+            written = self._event("response.function_call_arguments.done", **place, **done)
         else:
-            part = self._content_part(kind)
-            item["content"] = [part]
-            name = "reasoning_text" if kind == "reasoning" else "output_text"
             more = {} if kind == "reasoning" else {"logprobs": list[object]()}
-            written = self._event(f"response.{name}.done", **self._place, text=self._text, **more)
-            written += self._event("response.content_part.done", **self._place, part=part)
-        self._items[-1] = item
-        return written + self._event("response.output_item.done", output_index=self._at, item=item)
-
-    @property
-    def _at(self) -> int:
-        return len(self._items) - 1
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        """Where the item that is open stands."""
-        item = self._items[-1]
-        place = {"item_id": item["id"], "output_index": self._at}
-        return place if item["type"] == "function_call" else {**place, "content_index": 0}
-
-    def _content_part(self, kind: str | None = None) -> dict[str, Any]:
-        if (kind or self._open) == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        none = list[object]()
-        return {"type": "output_text", "text": self._text, "annotations": none, "logprobs": none}
+            written = self._event(f"response.{_DELTAS[kind]}.done", **place, text=text, **more)
+            written += self._event("response.content_part.done", **place, part=part)
+        return written + self._event("response.output_item.done", output_index=items.at, item=item)
 
     # ------------------------------------------------------------------ the response
 
@@ -234,7 +219,7 @@ class ResponsesAnswer(Answer):
             **self._base,
             "status": "incomplete" if cut_off else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
-            "output": self._items,
+            "output": self._items.all,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.reused_tokens},
@@ -249,15 +234,74 @@ class ResponsesAnswer(Answer):
         return named_event(kind, {"type": kind, "sequence_number": self._number - 1, **fields})
 
 
-def _message(id: str) -> dict[str, Any]:
-    return {
-        "id": id,
-        "type": "message",
-        "status": "in_progress",
-        "role": "assistant",
-        "content": list[object](),
-    }
+class _Items:
+    """The items of an answer, the last of which may be open.
+
+    Attributes:
+        all: The items, as responses have them.
+        open: The type of the last one while it is open.
+    """
+
+    def __init__(self) -> None:
+        self.all = list[dict[str, Any]]()
+        self.open = ""
+        self._texts = list[str]()  # of the item that is open
+
+    @property
+    def at(self) -> int:
+        """The number of the last item."""
+        return len(self.all) - 1
+
+    @property
+    def text(self) -> str:
+        """What the item that is open has so far."""
+        return "".join(self._texts)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the item that is open stands."""
+        place = {"item_id": self.all[-1]["id"], "output_index": self.at}
+        return place if self.open == "function_call" else {**place, "content_index": 0}
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The content of the item that is open."""
+        if self.open == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        none = list[object]()
+        return {"type": "output_text", "text": self.text, "annotations": none, "logprobs": none}
+
+    def begin(self, kind: str, name: str = "") -> dict[str, Any]:
+        """Open an item of a type, of a call by the name of its function, and return it."""
+        self.open, self._texts = kind, []
+        self.all.append(_empty(kind, name))
+        return self.all[-1]
+
+    def write(self, text: str) -> None:
+        """Add text to the item that is open."""
+        self._texts.append(text)
+
+    def close(self, *, cut_off: bool = False) -> dict[str, Any]:
+        """End the item that is open, and return it as it has become; without one nothing happens."""
+        if not self.open:
+            return {}
+        item = {**self.all[-1]}
+        if self.open != "reasoning":
+            item["status"] = "incomplete" if cut_off else "completed"
+        if self.open == "function_call":
+            item["arguments"] = self.text
+        else:
+            item["content"] = [self.part]
+        self.open, self.all[-1] = "", item
+        return item
 
 
-def _reasoning(id: str) -> dict[str, Any]:
-    return {"id": id, "type": "reasoning", "summary": list[object](), "content": list[object]()}
+def _empty(kind: str, name: str) -> dict[str, Any]:
+    none = list[object]()
+    if kind == "reasoning":
+        return {"id": new_id("rs"), "type": kind, "summary": none, "content": none}
+    if kind == "message":
+        item = {"id": new_id("msg"), "type": kind, "status": "in_progress"}
+        return {**item, "role": "assistant", "content": none}
+    call = {"call_id": new_id("call"), "name": name, "arguments": ""}
+    return {"id": new_id("fc"), "type": kind, "status": "in_progress", **call}

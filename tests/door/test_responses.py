@@ -9,6 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseReasoningItem
 
 from hotswap.door.conversation import ParserMaker
@@ -162,6 +164,24 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     # The reasoning is counted by its tokens, its mark included.
     assert whole.usage is not None
     assert whole.usage.output_tokens_details.reasoning_tokens == 3 + len("</think>")
+
+
+LETTERS = st.text('<>/ thinktool_call{}":,ab', max_size=20)
+PIECES = st.sampled_from(
+    ["<think>", "</think>", '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>']
+)
+
+
+@given(st.lists(PIECES | LETTERS, max_size=6), st.sampled_from(["stop", "length"]))
+def test_a_response_at_once_is_the_one_that_a_stream_ends_with(texts: list[str], finish: str) -> None:
+    events, whole = written("".join(texts), finish)
+    streamed = told(events)[-1]["response"]
+    assert without_ids(streamed) == without_ids(whole.to_dict())
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    items = [{**item, "id": "", "call_id": ""} for item in response["output"]]
+    return {**response, "output": items}
 
 
 def test_an_answer_without_text_is_an_empty_message() -> None:
