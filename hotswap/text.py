@@ -84,7 +84,8 @@ class SupportsLiteralText(Protocol):
         """Return a template that writes the same, in texts of which `encode` knows who has written what.
 
         What the messages, tools and documents of a chat have is encoded as text, also what reads like a
-        control token or is made to be a part of one. The texts have to go to `encode` as they are.
+        control token or is made to be a part of one. The texts have to go to `encode` as they are. It is
+        called in a worker thread, and may take as long as reading a tokenizer.
         """
         ...
 

@@ -48,7 +48,7 @@ class HfTokenizer:
         self._bound = Lock()
         self._most_characters: int | None = None
         self._is_bound_known = False
-        self._making = Lock()
+        self._naming, self._making = Lock(), Lock()  # the second is held while a tokenizer is made
         self._literals = dict[str, LiteralText]()
         self._renamed: WeakKeyDictionary[LiteralText, HfTokenizer] = WeakKeyDictionary()
 
@@ -113,7 +113,7 @@ class HfTokenizer:
         took to read; `encode` raises `InvalidRequest` if it cannot be made.
         """
         source = template.source if isinstance(template, SupportsSource) else ""
-        with self._making:
+        with self._naming:
             if source not in self._literals:
                 if len(self._literals) >= _MOST_TEMPLATES:  # of adapters that have come and gone
                     self._literals = {}

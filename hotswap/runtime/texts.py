@@ -221,9 +221,13 @@ class ModelText:
                 f"Model {self.model!r} has no chat template; give the prompt as text, or convert it again "
                 "from a checkpoint that has one."
             )
-        if (tokenizer := self.tokenizer) is not None and isinstance(tokenizer, SupportsLiteralText):
-            template = tokenizer.guarding(template)
-        render = partial(template.render, chat)
+        tokenizer = self.tokenizer
+
+        def render() -> str:
+            if isinstance(tokenizer, SupportsLiteralText):  # of which the first call reads the vocabulary
+                return tokenizer.guarding(template).render(chat)
+            return template.render(chat)
+
         return await self.threads.run(render, num_characters=chat.num_characters)
 
     async def _encode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from hotswap import Adapter, Chat, Fleet, ModelId, Sampling
-from hotswap.abc import TextSettings, Tokenizer
+from hotswap.abc import ChatTemplate, TextSettings, Tokenizer
 from hotswap.door import create_app
 from hotswap.door.conversation import ParserMaker
 from hotswap.door.errors import Refusal
@@ -43,6 +44,17 @@ class Ascii:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token % 128) for token in tokens)
+
+
+class Guarding(Ascii):
+    """Notes the threads in which it makes templates safe."""
+
+    def __init__(self) -> None:
+        self.threads = set[int]()
+
+    def guarding(self, template: ChatTemplate) -> ChatTemplate:
+        self.threads.add(threading.get_ident())
+        return template
 
 
 class WithTemplate(WithTokenizer):
@@ -140,6 +152,15 @@ async def test_reasoning_that_the_prompt_begins_is_told_apart() -> None:
             thought = (await client.post(PATH, json=body)).json()["content"]
             assert thought[0]["thinking"] == right.text
             assert [block["type"] for block in thought] == ["thinking", "text"]
+
+
+@virtual_time
+async def test_templates_are_made_safe_beside_the_event_loop() -> None:
+    tokenizer = Guarding()
+    async with door(tokenizer) as (_, client):
+        assert (await client.post(PATH, json=asked())).status_code == 200
+    assert tokenizer.threads
+    assert threading.get_ident() not in tokenizer.threads
 
 
 def test_a_call_is_a_block_of_its_own() -> None:
