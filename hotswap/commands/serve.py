@@ -111,7 +111,10 @@ async def _reload(serving: Serving) -> None:
     try:
         changes = setup.changes()
         _tell("\n".join(("The file has changed:", *(f"  {change}" for change in changes or ["in nothing"]))))
-        await setup.reload()
+        done = await setup.reload()
+        for change in done:
+            if change not in changes:
+                _tell(f"  {change}")
     except Exception as exc:  # what is wrong with a file ends no request
         _tell(f"Not applied: {exc}")
     else:

@@ -30,7 +30,9 @@ def read_config(path: Path) -> FleetConfig:
         return FleetConfig.model_validate(values)
     except ValidationError as exc:
         found = exc.errors(include_url=False, include_context=False, include_input=False)
-        wrong = "\n".join(f"  {_place(error['loc'])}: {error['msg']}" for error in found)
+        wrong = "\n".join(
+            f"  {_place(error['loc'])}: {error['msg'].removeprefix('Value error, ')}" for error in found
+        )
         raise ConfigError(f"{path} says what it may not:\n{wrong}") from exc
 
 

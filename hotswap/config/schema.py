@@ -150,6 +150,15 @@ class FleetConfig(_Section):
     door: DoorConfig = DoorConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    @model_validator(mode="after")
+    def _has_each_once(self) -> FleetConfig:
+        ids = [model.id for model in self.models]
+        adapters = [f"{one.model}:{one.id}" for one in self.adapters]
+        for kind, names in (("models", ids), ("adapters", adapters)):
+            if (at := next((at for at, name in enumerate(names) if name in names[:at]), None)) is not None:
+                raise ValueError(f"{kind}[{at}] is a second {names[at]!r}; give each an id of its own")
+        return self
+
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of a file, for editors."""

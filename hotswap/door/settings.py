@@ -38,7 +38,7 @@ class Setup(Protocol):
     """What a fleet was made by, such as a file, for operators that have it read again."""
 
     async def reload(self) -> Sequence[str]:
-        """Apply what has changed in it, and return that in words; without an error all of it.
+        """Apply what has changed in it, and return in words what was changed and what could not be yet.
 
         Raises:
             ConfigError: it is wrong, or has changed in what an open fleet cannot change; nothing was done.

@@ -12,11 +12,13 @@ import anyio
 import httpx
 import pytest
 
+from hotswap import Adapter
 from hotswap.config import Serving, build, read_config
 from hotswap.config.reloading import FileSetup, with_overrides
 from hotswap.errors import ConfigError, HotswapError
 from hotswap.offline.virtual_time import virtual_time
 from tests.door.support import client_of
+from tests.runtime.support import engine_of
 
 FILE = """
 [[engines]]
@@ -56,6 +58,7 @@ admin = true
 """
 MODEL_B = '[[models]]\nid = "b"\nsize = "1 MB"\n'
 ADAPTER = '[[adapters]]\nid = "x"\nmodel = "a"\n'
+NEW_MODEL = '[[models]]\nid = "two"\nsize = "1 MB"\n'
 HEADERS = {"authorization": "Bearer operator-secret"}
 
 
@@ -141,6 +144,10 @@ def test_what_has_changed_holds_from_now_on(file: Path) -> None:
         ('"two"', '"b"', "models[0].aliases has 'b'"),
         ('id = "x"\nmodel = "a"', 'id = "x"\nmodel = "zz"', "adapters[0].model is 'zz'"),
         (MODEL_B, MODEL_B + '[[models]]\nid = "zz"\n', "zz"),
+        (MODEL_B, MODEL_B + MODEL_B, "models[2] is a second 'b'"),
+        (ADAPTER, ADAPTER + ADAPTER, "adapters[1] is a second 'a:x'"),
+        ('aliases = ["one", "two"]\n', f'aliases = ["one"]\n{NEW_MODEL}', "models[1].id is 'two'"),
+        (ADAPTER, ADAPTER + ADAPTER.replace('"x"', '"held"') + 'source = "/new"\n', "'held'"),
         ("60.0", "-1.0", "door: request_s is -1.0"),
     ],
 )
@@ -148,6 +155,7 @@ def test_a_file_that_cannot_be_applied_changes_nothing(file: Path, old: str, new
     @virtual_time
     async def refused() -> None:
         async with serving(file) as (made, client):
+            made.fleet.adapters.add(Adapter("held", "a", "/old"))  # by an operator
             before = shown(made)
             assert old in FILE
             # A change that could be made alone goes with the one that cannot.
@@ -183,6 +191,67 @@ def test_a_model_goes_with_its_last_request(file: Path) -> None:
     removed_while_it_is_served(file)
 
 
+MODEL_C = MODEL_B.replace('"b"', '"c"')
+NOT_YET = "model 'b': not removed yet (Model 'a' was rolled to 'b', which serves its requests; keep it.)"
+
+
+@virtual_time
+async def left_over(file: Path) -> None:
+    plain = FILE.replace(ADAPTER, "") + MODEL_C
+    write(file, plain)
+    async with serving(file) as (made, client):
+
+        async def changes(text: str) -> list[str]:
+            write(file, text)
+            found: list[str] = (await reload(client)).json()["changes"]
+            return found
+
+        await made.fleet.swap("e0", to="a")
+        await made.fleet.roll("a", to="b")
+        gone = plain.replace(MODEL_B, "")
+        assert await changes(gone) == ["model 'b': removed", NOT_YET]
+        assert await changes(gone) == [NOT_YET], "it is tried again"
+        # It is still there; a file that has it again, as it was, keeps it.
+        assert await changes(plain) == ["model 'b': added"]
+        assert await changes(plain) == []
+        assert await changes(gone) == ["model 'b': removed", NOT_YET]
+        # As another model it cannot be had before the one that is left has gone.
+        before = shown(made)
+        write(file, plain.replace(MODEL_B, MODEL_B + "min_replicas = 1\n").replace("60.0", "30.0"))
+        refused = await reload(client)
+        assert refused.status_code == 400
+        assert "could not be removed yet" in refused.json()["error"]["message"]
+        assert shown(made) == before
+        await made.fleet.roll("a", to="c")
+        assert await changes(gone) == ["model 'b': removed, which has failed before"]
+        assert await changes(gone) == []
+        assert sorted(model.id for model in made.fleet.models) == ["a", "c"]
+
+
+def test_what_could_not_be_removed_is_told_and_tried_again(file: Path) -> None:
+    left_over(file)
+
+
+@virtual_time
+async def left_adapter(file: Path) -> None:
+    both = FILE + ADAPTER.replace('"a"', '"b"')
+    write(file, both)
+    async with serving(file) as (made, client):
+        await made.fleet.swap("e0", to="a")
+        await made.fleet.roll("a", to="b")
+        write(file, both.replace(ADAPTER, "", 1))
+        told = [(await reload(client)).json()["changes"] for _ in range(2)]
+        assert told[0][0] == "adapter a:x: removed"
+        assert all(one[-1].startswith("adapter a:x: not removed yet (") for one in told)
+        write(file, both)
+        assert (await reload(client)).json()["changes"] == ["adapter a:x: added"]
+        assert (await reload(client)).json()["changes"] == []
+
+
+def test_an_adapter_that_could_not_be_removed_is_tried_again(file: Path) -> None:
+    left_adapter(file)
+
+
 @virtual_time
 async def replaced(file: Path) -> None:
     async with serving(file) as (made, client):
@@ -194,6 +263,9 @@ async def replaced(file: Path) -> None:
         assert [instance.model for instance in view.instances if instance.id == "e0-2"] == ["a"]
         again = await client.post("/admin/replace", json={"instance": "e0-2"})
         assert again.json()["instance"] == "e0-3"
+        # Of no name that another engine has.
+        await made.fleet.add(engine_of("e1-4"))
+        assert (await client.post("/admin/replace", json={"instance": "e1"})).json()["instance"] == "e1-5"
         wrong = await client.post("/admin/replace", json={"instance": "zz"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "instance")
 
