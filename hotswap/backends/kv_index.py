@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
@@ -95,6 +95,9 @@ class KVIndex(Generic[PlaceT]):
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __iter__(self) -> Iterator[StoredBlock[PlaceT]]:
+        return iter(self._blocks.values())
 
     # ------------------------------------------------------------------ look-ups
 

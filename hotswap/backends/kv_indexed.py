@@ -56,7 +56,8 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
         num_tokens = max(1, len(prefix.tokens))
         worth = prefill_s / (num_tokens * max(1, prefix.layout.block_bytes)) * prefix.layout.block_tokens
         is_worth_it = not copy_s or copy_s < prefill_s
-        return _Put(self, self._index, prefix, worth=worth, takes_room=self._entered and is_worth_it)
+        takes_room = self._entered and is_worth_it and self.takes(prefix.layout.block_bytes)
+        return _Put(self, self._index, prefix, worth=worth, takes_room=takes_room)
 
     def view(self) -> KVStoreView:
         return KVStoreView(
@@ -74,6 +75,10 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
             self.free(block.place)
 
     # ------------------------------------------------------------------ where the content is
+
+    def takes(self, block_bytes: int) -> bool:
+        """Return whether blocks of that size are kept at all."""
+        return True
 
     @abstractmethod
     def size_of(self, block_bytes: int) -> int:

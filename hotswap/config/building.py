@@ -45,13 +45,6 @@ _ENGINES: Mapping[str, tuple[str, str]] = {
 }
 
 
-_KV_STORES: Mapping[str, tuple[str, str]] = {
-    "host": ("hotswap.backends.kv_stores", "HostKVStore"),
-    "nvme": ("hotswap.backends.kv_stores", "NvmeKVStore"),
-    "sim": ("hotswap.backends.sim", "SimKVStore"),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """What a file describes.
@@ -202,9 +195,19 @@ def _kv_store(config: KVStoreConfig | None) -> KVStore | None:
     if config is None:
         return None
     with at_place("kv_store"):
-        module, name = _KV_STORES[config.kind]
-        directory = [_given(config, "directory")] if config.kind == "nvme" else []
-        return cast("KVStore", _found(module, name)(*directory, config.budget))
+        stores = "hotswap.backends.kv_stores"
+        match config.kind:
+            case "host":
+                made = _found(stores, "HostKVStore")(config.budget)
+            case "nvme":
+                made = _found(stores, "NvmeKVStore")(_given(config, "directory"), config.budget)
+            case "tiered":
+                disk = _given(config, "directory"), _given(config, "disk_budget")
+                tiers = _found(stores, "HostKVStore")(config.budget), _found(stores, "NvmeKVStore")(*disk)
+                made = _found(stores, "TieredKVStore")(*tiers)
+            case "sim":
+                made = _found("hotswap.backends.sim", "SimKVStore")(config.budget)
+        return cast("KVStore", made)
 
 
 def _tier(at: int, tier: StoreConfig, config: FleetConfig) -> WeightStore:

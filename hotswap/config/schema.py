@@ -58,9 +58,10 @@ class StoreConfig(_Section):
 class KVStoreConfig(_Section):
     """Where KV blocks are kept across swaps, `[kv_store]`."""
 
-    kind: Literal["host", "nvme", "sim"] = "host"
+    kind: Literal["host", "nvme", "tiered", "sim"] = "host"
     budget: str | int
     directory: str | None = None
+    disk_budget: str | int | None = None
 
 
 class ModelConfig(_Section):

@@ -101,6 +101,33 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "tier", "capacity_bytes"),
+    [
+        ('budget = "64 MiB"', "host", 64 << 20),
+        ('kind = "nvme"\nbudget = "1 GiB"\ndirectory = "."', "nvme", 1 << 30),
+        (
+            'kind = "tiered"\nbudget = "64 MiB"\ndirectory = "."\ndisk_budget = "1 GiB"',
+            "host+nvme",
+            (1 << 30) + (56 << 20),
+        ),
+    ],
+)
+def test_kv_blocks_are_kept_where_a_file_says(
+    file: Path, section: str, tier: str, capacity_bytes: int
+) -> None:
+    file.write_text(file.read_text().replace('kind = "sim"\nbudget = "1 GiB"', section))
+    serving = build(read_config(file))
+
+    @virtual_time
+    async def looked_at() -> None:
+        kept = serving.fleet.view().kv_store
+        assert kept is not None
+        assert (kept.tier, kept.capacity_bytes) == (tier, capacity_bytes)
+
+    looked_at()
+
+
+@pytest.mark.parametrize(
     ("old", "new", "place"),
     [
         ('kind = "sim"\nid', 'kind = "what"\nid', r"engines\[0\].kind: "),
@@ -114,6 +141,11 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
         ('budget = "1 GiB"', 'budget = "much"', "kv_store: capacity is 'much'"),
         ('kind = "sim"\nbudget', 'kind = "disk"\nbudget', "kv_store.kind: "),
         ('kind = "sim"\nbudget', 'kind = "nvme"\nbudget', "kv_store: directory is missing"),
+        (
+            'kind = "sim"\nbudget',
+            'kind = "tiered"\ndirectory = "d"\nbudget',
+            "kv_store: disk_budget is missing",
+        ),
         ("env:DOOR_TEST_KEY", "env:NO_SUCH_KEY", r"door.keys\[0\]"),
         ("env:DOOR_TEST_KEY", "client-secret", r"door.keys\[0\].secret: "),
         ("port = 0", "port = 70000", "door.port: "),

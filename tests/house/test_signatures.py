@@ -45,8 +45,10 @@ MADE_BY = {
 
 # They stand in signatures, of which those that give them or take them are called by hotswap alone.
 NOT_EXPORTED = {
+    "hotswap.backends.kv_indexed.IndexedKVStore": "a place of a `TieredKVStore` names its tier",
     "hotswap.backends.kv_stores.page_file.FilePlace": "its index has an `NvmeKVStore` place blocks by them",
     "hotswap.backends.kv_stores.pages.Pages": "its index has a `HostKVStore` place blocks by them",
+    "hotswap.backends.kv_stores.tiered.TierPlace": "its index has a `TieredKVStore` place blocks by them",
     "hotswap.backends.stores.disk_directory.Admission": "`TieredStore` copies a model to its disk by `admit`",
     "hotswap.backends.stores.files.FileCalls": "tests of the stores inject faults by it",
     "hotswap.backends.stores.host_tier.BufferReservation": "`TieredStore` fills a host tier by `reserve`",

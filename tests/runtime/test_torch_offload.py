@@ -25,7 +25,7 @@ from hotswap import (
     Sampling,
 )
 from hotswap.abc import KVLayout, KVStore
-from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, TieredKVStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.errors import SwapFailed, SwapRefused
 from hotswap.policies import LeastLoadedRouter
@@ -164,10 +164,15 @@ async def test_tokens_are_those_of_an_undisturbed_run(store: DictStore, budget: 
         assert num_restored == 0
 
 
+@pytest.mark.parametrize("in_memory", [0, 4 * BLOCK_BYTES], ids=["disk", "memory and disk"])
 async def test_tokens_are_those_of_an_undisturbed_run_with_blocks_on_a_disk(
-    store: DictStore, tmp_path: Path
+    store: DictStore, tmp_path: Path, in_memory: int
 ) -> None:
-    num_restored, num_saved = await _swap_and_compare(store, NvmeKVStore(tmp_path, 1 << 24), 4096)
+    kv_store: KVStore = NvmeKVStore(tmp_path, 1 << 24)
+    if in_memory:
+        tiers = HostKVStore(in_memory), NvmeKVStore(tmp_path, 1 << 24)
+        kv_store = TieredKVStore(*tiers, headroom=2 * BLOCK_BYTES)
+    num_restored, num_saved = await _swap_and_compare(store, kv_store, 4096)
     assert num_restored >= 40 * num_saved > 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, TieredKVStore
 from hotswap.backends.sim import SimKVStore
 from hotswap.testing.conformance import KVStoreConformance
 
@@ -16,13 +16,24 @@ class TestHostKVStore(KVStoreConformance):
         return HostKVStore(capacity_bytes)
 
 
-class TestNvmeKVStore(KVStoreConformance):
+class OnADisk(KVStoreConformance):
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:
         self._path = tmp_path
 
+
+class TestNvmeKVStore(OnADisk):
     def make_store(self, capacity_bytes: int) -> NvmeKVStore:
         return NvmeKVStore(self._path, capacity_bytes)
+
+
+class TestTieredKVStore(OnADisk):
+    def make_store(self, capacity_bytes: int) -> TieredKVStore:
+        """Memory for two blocks, and for two more that it keeps free, so that most are on the disk."""
+        in_memory = min(capacity_bytes, 2 * self.block_size)
+        headroom = in_memory and 2 * self.block_size
+        disk = NvmeKVStore(self._path, capacity_bytes - in_memory)
+        return TieredKVStore(HostKVStore(in_memory + headroom), disk, headroom=headroom)
 
 
 class TestSimKVStore(KVStoreConformance):

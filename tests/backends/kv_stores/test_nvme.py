@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -16,27 +13,7 @@ from hotswap.backends.kv_stores import NvmeKVStore
 from hotswap.backends.kv_stores.pages import PAGE_BYTES
 from hotswap.errors import ConfigError, StoreError
 from tests.backends.kv_stores.blocks import layout, pages, save
-
-
-def file_below(directory: Path) -> str:
-    """The file without a name that this process has open there, by its entry in `/proc`."""
-    (found,) = (
-        entry
-        for entry in (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-        if os.path.lexists(entry) and os.readlink(entry).startswith(f"{directory}/")
-    )
-    return found
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Generator[None]:
-    """A disk that is full, as a process sees it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.backends.kv_stores.disks import file_below, files_of_at_most
 
 
 async def test_what_users_wrote_has_no_name_on_the_disk_and_one_reader(tmp_path: Path) -> None:
