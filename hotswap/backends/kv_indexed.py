@@ -10,6 +10,7 @@ from typing import Generic, Self, TypeVar
 from anyio.lowlevel import checkpoint
 
 from hotswap.backends.kv_index import Found, KVIndex, StoredBlock
+from hotswap.errors import StoreError
 from hotswap.hardware import parse_bytes
 from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
 from hotswap.migration import KVPages
@@ -80,6 +81,10 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
         """Return whether blocks of that size are kept at all."""
         return True
 
+    def is_broken(self, place: PlaceT) -> bool:
+        """Return whether what was written to a place cannot be read: its block is lost, and written anew."""
+        return False
+
     @abstractmethod
     def size_of(self, block_bytes: int) -> int:
         """Return what a block takes of the budget."""
@@ -98,7 +103,11 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
 
     @abstractmethod
     async def content(self, places: Sequence[PlaceT], block_bytes: int) -> memoryview:
-        """Return the content of blocks, one after another; `done` takes the memory back."""
+        """Return the content of blocks, one after another; `done` takes the memory back.
+
+        Raises:
+            StoreError: a place is broken.
+        """
 
     @abstractmethod
     def done(self, data: memoryview) -> None:
@@ -134,8 +143,18 @@ class _Lease(KVLease, Generic[PlaceT]):
         self._take_back()
         blocks = self._found.blocks[first_block : -(-end // block_tokens)]
         places = [block.place for block in blocks]
-        self._lent = await self._store.content(places, self._layout.block_bytes)
+        try:
+            self._lent = await self._store.content(places, self._layout.block_bytes)
+        except StoreError:
+            for block in blocks:
+                self._lose_if_broken(block)
+            raise
         return KVPages(first_block, num_tokens, self._lent)
+
+    def _lose_if_broken(self, block: StoredBlock[PlaceT]) -> None:
+        if self._store.is_broken(block.place) and self._index.get(block.key) is block:
+            self._index.lose(block)
+            self._store.free(block.place)
 
     def release(self) -> None:
         if self._is_open:

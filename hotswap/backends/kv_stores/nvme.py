@@ -60,6 +60,9 @@ class NvmeKVStore(IndexedKVStore[FilePlace]):
     def size_of(self, block_bytes: int) -> int:
         return whole_pages(block_bytes)
 
+    def is_broken(self, place: FilePlace) -> bool:
+        return place.is_broken
+
     def allocate(self, block_bytes: int) -> FilePlace:
         return self._file.allocate(block_bytes)
 

@@ -20,10 +20,11 @@ __all__ = ["FilePlace", "PageFile"]
 
 @dataclass(slots=True, eq=False)
 class FilePlace:
-    """Where a block is in the file, and the CRC-32 of what was written there."""
+    """Where a block is in the file, the CRC-32 of what was written there, and whether a read has failed."""
 
     pages: Pages
     crc: int = 0
+    is_broken: bool = False
 
 
 class PageFile:
@@ -95,11 +96,17 @@ class PageFile:
             StoreError: the disk fails, or has other bytes than were written.
         """
         for number, place in enumerate(places):
-            block = out[number * block_bytes : (number + 1) * block_bytes]
-            for offset, part in _parts(place.pages, block):
-                self._read_at(offset, part)
-            if crc32(block, 0) != place.crc:
-                raise self._error("A KV block reads otherwise than it was written")
+            try:
+                self._read_block(place, out[number * block_bytes : (number + 1) * block_bytes])
+            except StoreError:
+                place.is_broken = True
+                raise
+
+    def _read_block(self, place: FilePlace, out: memoryview) -> None:
+        for offset, part in _parts(place.pages, out):
+            self._read_at(offset, part)
+        if crc32(out, 0) != place.crc:
+            raise self._error("A KV block reads otherwise than it was written")
 
     def _write_at(self, offset: int, data: memoryview) -> None:
         assert self._file is not None, "the file is closed"

@@ -111,6 +111,9 @@ class TieredKVStore(IndexedKVStore[TierPlace]):
     def size_of(self, block_bytes: int) -> int:
         return self._memory.size_of(block_bytes)
 
+    def is_broken(self, place: TierPlace) -> bool:
+        return place.tier.is_broken(place.place)
+
     def allocate(self, block_bytes: int) -> TierPlace:
         # The budget leaves the headroom free, of which a move takes half at most: one tier has enough.
         size = self.size_of(block_bytes)

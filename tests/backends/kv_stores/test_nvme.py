@@ -42,7 +42,9 @@ async def test_blocks_of_any_size_share_the_budget_whatever_was_there_before(tmp
         assert os.stat(file_below(tmp_path)).st_size <= 64 * PAGE_BYTES
 
 
-async def test_a_block_that_the_disk_has_changed_is_not_given_out(tmp_path: Path) -> None:
+async def test_a_block_that_the_disk_has_changed_is_not_given_out_but_written_again(
+    tmp_path: Path,
+) -> None:
     """Else a request would go on with other keys and values, and nothing would tell."""
     prefix = KVPrefix(layout(PAGE_BYTES), range(16))
     async with NvmeKVStore(tmp_path, "1 MiB") as store:
@@ -55,6 +57,14 @@ async def test_a_block_that_the_disk_has_changed_is_not_given_out(tmp_path: Path
             assert bytes(read.data) == bytes(pages(0, 2, PAGE_BYTES).data)
             with pytest.raises(StoreError, match="reads otherwise"):
                 await lease.read(0, 16)
+        assert store.lookup(prefix) == 8
+        assert store.view().used_bytes == 3 * PAGE_BYTES
+        assert await save(store, prefix) == 16
+        with store.lease(prefix) as lease:
+            assert bytes((await lease.read(0, 16)).data) == bytes(pages(0, 4, PAGE_BYTES).data)
+        assert store.view().used_bytes == 4 * PAGE_BYTES
+        store.clear()
+        assert store.view().used_bytes == 0
 
 
 async def test_a_block_that_the_disk_has_lost_is_not_given_out(tmp_path: Path) -> None:
