@@ -2,6 +2,7 @@
 
     python -m benchmarks.kv                           contexts of 256 and 1,024 tokens
     python -m benchmarks.kv --full                    up to 8,192; takes minutes
+    python -m benchmarks.kv --disk                    with an `NvmeKVStore` in place of memory
 
 One engine serves two models. A stream decodes on the first; the engine is swapped to the second and back, and
 the stream goes on: once with its blocks restored from a `HostKVStore`, once with the store kept from it, in
@@ -33,7 +34,8 @@ from benchmarks.partial import PartialResults
 from benchmarks.table import show
 from hotswap import Fleet, Model, Sampling
 from hotswap.abc import KVPrefix, KVPut
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.kv_indexed import IndexedKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.policies import LeastLoadedRouter
@@ -60,6 +62,7 @@ class Settings:
         prefills: Those without it, which take long.
         hidden: Width of the models.
         layers: Depth of the models.
+        disk: Whether blocks are kept on a disk; what the page cache has is read from there.
     """
 
     contexts: tuple[int, ...] = (256, 1024)
@@ -69,12 +72,13 @@ class Settings:
     prefills: int = 2
     hidden: int = 512
     layers: int = 8
+    disk: bool = False
 
 
 FULL = Settings(contexts=(256, 1024, 4096, 8192))
 
 
-class SwitchedStore(HostKVStore):
+class Switched(IndexedKVStore[Any]):
     """A store that can be kept from its fleet."""
 
     is_on = True
@@ -86,6 +90,14 @@ class SwitchedStore(HostKVStore):
         if not self.is_on:
             prefill_s, copy_s = 0.0, 1.0
         return super().put(prefix, prefill_s=prefill_s, copy_s=copy_s)
+
+
+class SwitchedMemory(Switched, HostKVStore):
+    pass
+
+
+class SwitchedDisk(Switched, NvmeKVStore):
+    pass
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +132,7 @@ class _Turns:
     """Swaps away and back, and what each cost."""
 
     fleet: Fleet
-    store: SwitchedStore
+    store: Switched
     streams: list[_Stream]
     found: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
@@ -218,7 +230,7 @@ async def _measure(root: Path, settings: Settings, context: int, count: int) -> 
     max_tokens = _MOST_TOKENS
     random = Random(context)
     streams = [_Stream(tuple(random.randrange(_VOCABULARY) for _ in range(context))) for _ in range(count)]
-    kv_store = SwitchedStore("4 GiB")
+    kv_store = SwitchedDisk(root, "4 GiB") if settings.disk else SwitchedMemory("4 GiB")
     engine = TorchEngine(
         "e0",
         threads=1,
@@ -261,10 +273,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("kv", __doc__, full="contexts up to 8,192 tokens")
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
     parser.add_argument("--repeats", type=int, help="swaps of each kind")
+    parser.add_argument("--disk", action="store_true", help="keep blocks on a disk")
     options = parser.parse_args(arguments)
     settings = FULL if options.full else Settings()
     if options.contexts:
         settings = replace(settings, contexts=tuple(options.contexts))
+    settings = replace(settings, disk=options.disk)
     if options.repeats:
         settings = replace(settings, repeats=options.repeats, prefills=options.repeats)
     partial = PartialResults.of(options.json)
