@@ -164,16 +164,19 @@ async def test_tokens_are_those_of_an_undisturbed_run(store: DictStore, budget: 
         assert num_restored == 0
 
 
-@pytest.mark.parametrize("in_memory", [0, 4 * BLOCK_BYTES], ids=["disk", "memory and disk"])
+@pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "memory and disk"])
 async def test_tokens_are_those_of_an_undisturbed_run_with_blocks_on_a_disk(
-    store: DictStore, tmp_path: Path, in_memory: int
+    store: DictStore, tmp_path: Path, in_memory: bool
 ) -> None:
-    kv_store: KVStore = NvmeKVStore(tmp_path, 1 << 24)
-    if in_memory:
-        tiers = HostKVStore(in_memory), NvmeKVStore(tmp_path, 1 << 24)
-        kv_store = TieredKVStore(*tiers, headroom=2 * BLOCK_BYTES)
+    kv_store = _tiered(tmp_path, 1 << 24) if in_memory else NvmeKVStore(tmp_path, 1 << 24)
     num_restored, num_saved = await _swap_and_compare(store, kv_store, 4096)
     assert num_restored >= 40 * num_saved > 0
+
+
+def _tiered(directory: Path, size_bytes: int) -> TieredKVStore:
+    """A store with memory for two blocks, and for two more that it keeps free."""
+    disk = NvmeKVStore(directory, size_bytes - 2 * BLOCK_BYTES)
+    return TieredKVStore(HostKVStore(4 * BLOCK_BYTES), disk, headroom=2 * BLOCK_BYTES)
 
 
 async def _swap_and_compare(store: DictStore, kv_store: KVStore, kv_tokens: int) -> tuple[int, int]:
@@ -303,12 +306,17 @@ async def test_blocks_of_an_adapter_come_back_to_that_adapter_alone(
 
 
 @pytest.mark.slow
-async def test_random_swaps_losses_and_budgets_lose_no_token(store: DictStore) -> None:
+@pytest.mark.parametrize("has_disk", [False, True], ids=["memory", "memory and disk"])
+async def test_random_swaps_losses_and_budgets_lose_no_token(
+    store: DictStore, tmp_path: Path, has_disk: bool
+) -> None:
     """Two engines save and restore at once, with a store of 1.2 times one request."""
     random, seen = Random(11), Counter[str]()
     engines = [make_engine("e0", 1024), make_engine("e1", 1024)]
     clients = [Client(number % len(PROMPTS)) for number in range(24)]
-    async with make_fleet(store, HostKVStore(round(1.2 * 9 * BLOCK_BYTES)), engines) as fleet:
+    size_bytes = round(1.2 * 9 * BLOCK_BYTES)
+    kv_store = _tiered(tmp_path, size_bytes) if has_disk else HostKVStore(size_bytes)
+    async with make_fleet(store, kv_store, engines) as fleet:
         await fleet.swap("e0", to="a")
         async with anyio.create_task_group() as tasks:
             for client in clients:

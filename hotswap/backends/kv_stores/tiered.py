@@ -82,7 +82,7 @@ class TieredKVStore(IndexedKVStore[TierPlace]):
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         error: Exception | None = None
-        self._wanted = anyio.Event()
+        self._wanted, self._used = anyio.Event(), dict.fromkeys(self._used, 0)
         async with (
             self._memory,
             self._disk,
@@ -95,7 +95,6 @@ class TieredKVStore(IndexedKVStore[TierPlace]):
             except Exception as exc:  # which the group would wrap
                 error = exc
             tasks.cancel_scope.cancel()
-        self._used = dict.fromkeys(self._used, 0)
         self._staging.close()
         if error is not None:
             try:
