@@ -23,9 +23,9 @@ class NvmeKVStore(IndexedKVStore[FilePlace]):
     """Keeps KV blocks in a file on a local disk under a budget, for as long as it is entered.
 
     The file has no name, and its room is free again once the store is left or the process has ended, however
-    that was. So no block outlives the engines' versions and kernels, and no key names these. All the same,
-    what users wrote is on the disk until the system writes something else there: choose an encrypted one
-    where that matters.
+    that was. So no block outlives its fleet, and keys name no versions of libraries and kernels. What users
+    wrote is on the disk until the system writes something else there: choose an encrypted one where that
+    matters.
 
     Blocks are written through the system's page cache, which writes to the disk behind a save; those that it
     still has are read without the disk. A block that the disk has changed or lost is computed again.
