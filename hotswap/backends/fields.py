@@ -42,6 +42,20 @@ class Fields:
         """A whole number, `least` or more."""
         return self._whole(self._get(name), name, least)
 
+    def number(self, name: str) -> float:
+        """A number, 0 or more."""
+        value = self._get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+            raise self.wrong(f"the field {name!r} is not a number of at least 0")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self._get(name)
+        if not isinstance(value, bool):
+            raise self.wrong(f"the field {name!r} is not true or false")
+        return value
+
     def sizes(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers, 0 or more each."""
         return tuple(self._whole(value, name, 0) for value in self._list(name))

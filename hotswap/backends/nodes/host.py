@@ -15,11 +15,11 @@ from hotswap.backends.nodes.messages import (
     shard_of,
 )
 from hotswap.backends.nodes.offering import Offering
-from hotswap.backends.remote.silence import beat_every_s, silence_in
 from hotswap.backends.stores.index import dump_index
 from hotswap.backends.stores.reading import background
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.backends.transports.silence import beat_every_s, silence_in
 from hotswap.backends.transports.wire import Message
 from hotswap.checks import check_counts, check_positive_seconds
 from hotswap.errors import ConfigError, MigrationAborted, StoreError

@@ -14,12 +14,12 @@ from anyio import CancelScope
 from hotswap.backends.nodes.chunks import received_chunks
 from hotswap.backends.nodes.links import Call, LinkToNode, NodeLost
 from hotswap.backends.nodes.messages import shard_fields, unpack_files, view_of
-from hotswap.backends.remote.silence import check_silence, silence_fields
 from hotswap.backends.stores.index import parse_index
 from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
 from hotswap.backends.transports import LinkOpener, wire
 from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.backends.transports.silence import check_silence, silence_fields
 from hotswap.backends.transports.wire import Message
 from hotswap.checks import check_positive_seconds
 from hotswap.errors import ConfigError

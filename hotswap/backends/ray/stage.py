@@ -22,7 +22,7 @@ from hotswap.backends.ray.cluster import (
 )
 from hotswap.backends.ray.engine import NAMESPACE, OWN_OPTIONS
 from hotswap.backends.ray.host import HostActor, StoreMaker
-from hotswap.backends.remote.silence import check_silence
+from hotswap.backends.transports.silence import check_silence
 from hotswap.checks import check_callables, check_positive_seconds, check_strings
 from hotswap.errors import ConfigError, InstanceLost
 from hotswap.transport import Channel

@@ -15,13 +15,13 @@ from hotswap.backends.fields import Fields
 from hotswap.backends.remote.failures import error_of
 from hotswap.backends.remote.messages import MAX_PAYLOAD_BYTES, VERSION, Message, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
-from hotswap.backends.remote.silence import silence_fields, silence_in
 from hotswap.backends.remote.status import RemoteStatus
 from hotswap.backends.remote.streams import RemoteStream
 from hotswap.backends.remote.traces import with_trace
 from hotswap.backends.remote.values import status_of, texts
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.backends.transports.silence import silence_fields, silence_in
 from hotswap.errors import HotswapError, InstanceError, InstanceLost, PromptTooLong, UnsupportedModel
 from hotswap.model import ModelCard
 from hotswap.request import Request

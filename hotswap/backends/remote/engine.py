@@ -27,11 +27,11 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.remote.abilities import class_with
 from hotswap.backends.remote.control import ControlLink
 from hotswap.backends.remote.linked import LinkedEngine, count_read
-from hotswap.backends.remote.silence import check_silence
 from hotswap.backends.remote.status import RemoteStatus
 from hotswap.backends.remote.values import card_fields
 from hotswap.backends.transports import LinkOpener
 from hotswap.backends.transports.link_errors import first_reason_in, reason_in
+from hotswap.backends.transports.silence import check_silence
 from hotswap.checks import check_counts, check_positive_seconds, check_strings
 from hotswap.engine import StatusListener
 from hotswap.errors import ConfigError, InstanceError, InstanceLost, MigrationAborted

@@ -17,9 +17,9 @@ from hotswap.backends.remote.messages import VERSION, Message, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
 from hotswap.backends.remote.peers import PeerLinks
 from hotswap.backends.remote.session import Session
-from hotswap.backends.remote.silence import check_silence, silence_in
 from hotswap.backends.remote.verbs import Verbs
 from hotswap.backends.transports.link_errors import link_broken, reason_in
+from hotswap.backends.transports.silence import check_silence, silence_in
 from hotswap.checks import check_counts
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, ControllerSuperseded, MigrationAborted

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from hotswap.backends.remote.control import Answer, ControlLink
 from hotswap.backends.remote.status import RemoteStatus
-from hotswap.backends.remote.values import flag
 from hotswap.engine import Engine
 from hotswap.errors import InstanceError
 from hotswap.metered_store import MeteredStore
@@ -59,6 +58,6 @@ def count_read(link: ControlLink, store: WeightStore, answer: Answer) -> None:
     """Have a store that counts what is read count what the host has read in its place."""
     with link.reading():
         read = answer.fields
-        num_bytes, tier, buffered = read.size("num_bytes"), read.text("tier"), flag(read, "buffered")
+        num_bytes, tier, buffered = read.size("num_bytes"), read.text("tier"), read.flag("buffered")
     if isinstance(store, MeteredStore):
         store.count(num_bytes, tier, buffered=buffered)

@@ -11,7 +11,6 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.remote.control import Answer, ControlLink
 from hotswap.backends.remote.linked import LinkedEngine
 from hotswap.backends.remote.pages import PageLink
-from hotswap.backends.remote.values import flag, number
 from hotswap.backends.transports import wire
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, KVSource, Stopped
@@ -123,7 +122,7 @@ class RemoteSource(KVSource):
         answer = await self._call_for(far, "stop", first_block=first_block)
         stopped = _stopped(self._end, answer)
         with self._end.link.reading():
-            is_sent, self._sent_bytes = flag(answer.fields, "is_sent"), answer.fields.size("num_bytes")
+            is_sent, self._sent_bytes = answer.fields.flag("is_sent"), answer.fields.size("num_bytes")
         if is_sent and isinstance(sink, RemoteSink):
             sink.committed = stopped.tokens
             self._sent_to, self._sent_from = sink, first_block
@@ -149,7 +148,7 @@ def _stopped(end: _End, answer: Answer) -> Stopped:
         return Stopped(
             wire.tokens_of(memoryview(answer.payload)),
             answer.fields.size("num_computed"),
-            number(answer.fields, "ago_s"),
+            answer.fields.number("ago_s"),
         )
 
 

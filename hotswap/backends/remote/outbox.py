@@ -21,9 +21,9 @@ from hotswap.backends.remote.messages import (
     messages_of,
     said,
 )
-from hotswap.backends.remote.silence import beat_every_s
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.backends.transports.silence import beat_every_s
 from hotswap.transport import Channel
 
 __all__ = ["Inbox", "Outbox"]

@@ -8,8 +8,8 @@ import anyio
 
 from hotswap.backends.remote.abilities import abilities_of
 from hotswap.backends.remote.outbox import Outbox
-from hotswap.backends.remote.silence import silence_fields
 from hotswap.backends.remote.values import status_changes
+from hotswap.backends.transports.silence import silence_fields
 from hotswap.engine import Engine
 from hotswap.transport import Channel
 from hotswap.view import EngineStatus

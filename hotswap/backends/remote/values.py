@@ -11,7 +11,7 @@ from typing import Any, Final, cast, get_args
 
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.fields import LARGEST, Fields
+from hotswap.backends.fields import Fields
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.model import Adapter, Layout, ModelCard
@@ -25,8 +25,6 @@ __all__ = [
     "add_to_prompt",
     "card_fields",
     "card_of",
-    "flag",
-    "number",
     "prompt_parts",
     "scored",
     "status_changes",
@@ -40,22 +38,6 @@ FINISH_REASONS: Final[tuple[FinishReason | None, ...]] = (None, "stop", "length"
 
 _TURN_TOKENS = 1 << 14  # decoded at once on the event loop, in about a millisecond
 _PROMPT_ENTRIES = 512  # of a scored prompt, in one message
-
-
-def flag(fields: Fields, name: str) -> bool:
-    """Return a field that is true or false."""
-    value = fields.get(name)
-    if not isinstance(value, bool):
-        raise fields.wrong(f"the field {name!r} is not true or false")
-    return value
-
-
-def number(fields: Fields, name: str) -> float:
-    """Return a field that is a number, 0 or more."""
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
-        raise fields.wrong(f"the field {name!r} is not a number of at least 0")
-    return float(value)
 
 
 def _text_or_none(fields: Fields, name: str) -> str | None:
@@ -84,10 +66,10 @@ def card_of(fields: Fields) -> ModelCard:
         eos_token_ids=fields.sizes("eos_token_ids"),
         kv_bytes_per_token=fields.size("kv_bytes_per_token"),
         min_replicas=fields.size("min_replicas"),
-        weight=number(fields, "weight"),
+        weight=fields.number("weight"),
         vocabulary=vocabulary,
         layout=layout,
-        is_gguf=flag(fields, "is_gguf"),
+        is_gguf=fields.flag("is_gguf"),
     )
 
 

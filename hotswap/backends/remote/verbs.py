@@ -12,7 +12,7 @@ from hotswap.backends.remote.messages import Message
 from hotswap.backends.remote.pages import PageLink
 from hotswap.backends.remote.peers import PeerLinks
 from hotswap.backends.remote.telling import HostOutbox
-from hotswap.backends.remote.values import adapter_of, card_of, number, tokens_in
+from hotswap.backends.remote.values import adapter_of, card_of, tokens_in
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.engine import (
@@ -92,7 +92,7 @@ class Verbs:
                 await engine.unload()
             case "evict":
                 with wire.protocol_errors():
-                    deadline_s = number(fields, "deadline_s")
+                    deadline_s = fields.number("deadline_s")
                 call.answer(num_evicted=await engine.evict(deadline_s=deadline_s))
             case "preload" if isinstance(engine, SupportsPreload):
                 await self._preload(call, engine, _card(fields))

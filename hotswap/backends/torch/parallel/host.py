@@ -11,7 +11,6 @@ import torch
 from anyio.abc import TaskGroup
 
 from hotswap.backends.layouts import require_modules
-from hotswap.backends.remote.silence import check_silence
 from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.modeling import SkeletonCache
 from hotswap.backends.torch.parallel.grid import Grid, RankPosition
@@ -37,6 +36,7 @@ from hotswap.backends.torch.parallel.shared import SharedMemory
 from hotswap.backends.torch.parallel.weights import PartWeights, Reader, digest_of
 from hotswap.backends.torch.weights import check_world_size
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.backends.transports.silence import check_silence
 from hotswap.checks import check_kind
 from hotswap.errors import ConfigError, HotswapError, ShardCorrupt
 from hotswap.metered_store import MeteredStore

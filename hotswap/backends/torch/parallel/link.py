@@ -11,8 +11,8 @@ import anyio
 
 from hotswap.backends.remote.messages import Message, Said, said, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
-from hotswap.backends.remote.silence import silence_fields, silence_in
 from hotswap.backends.transports.link_errors import link_broken
+from hotswap.backends.transports.silence import silence_fields, silence_in
 from hotswap.backends.transports.stream import StreamChannel
 from hotswap.transport import Channel
 

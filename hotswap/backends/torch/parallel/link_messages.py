@@ -18,7 +18,6 @@ import torch
 
 from hotswap.backends.fields import Fields
 from hotswap.backends.remote.messages import Message, Said, said
-from hotswap.backends.remote.values import flag
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.forward import Piece, Work
 from hotswap.backends.torch.kv import LayerShape
@@ -262,7 +261,7 @@ def _read_total_of(fields: Fields) -> ReadTotal | None:
     if fields.get("read") is None:
         return None
     read = fields.record("read")
-    return ReadTotal(read.size("num_bytes"), read.text("tier"), flag(read, "buffered"))
+    return ReadTotal(read.size("num_bytes"), read.text("tier"), read.flag("buffered"))
 
 
 # ---------------------------------------------------------------------- values

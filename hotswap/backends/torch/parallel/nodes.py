@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.remote.silence import check_silence
 from hotswap.backends.transports.serving import LinkOpener
+from hotswap.backends.transports.silence import check_silence
 from hotswap.checks import check_callables, check_strings
 from hotswap.errors import ConfigError
 from hotswap.transport import Channel

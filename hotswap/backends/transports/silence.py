@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from hotswap.backends.fields import Fields
-from hotswap.backends.remote.values import number
 from hotswap.checks import check_positive_seconds
 from hotswap.errors import ConfigError
 
@@ -34,7 +33,7 @@ def silence_in(fields: Fields) -> float:
     Raises:
         ShardCorrupt: it is no such time; see `wire.protocol_errors`.
     """
-    silence_s = number(fields, "silence_s")
+    silence_s = fields.number("silence_s")
     if not _LEAST_S <= silence_s <= _MOST_S:
         raise fields.wrong(f"a silence of {silence_s:g} s is not between {_LEAST_S:g} and {_MOST_S:,.0f} s")
     return silence_s
