@@ -23,7 +23,7 @@ from hotswap.backends.remote.messages import (
 )
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
-from hotswap.backends.transports.silence import beat_every_s
+from hotswap.backends.transports.silence import LEAST_S, beat_every_s
 from hotswap.transport import Channel
 
 __all__ = ["Inbox", "Outbox"]
@@ -40,12 +40,13 @@ class Outbox:
         silence_s: How long the other end may take no frame.
 
     Attributes:
-        heard_within_s: The silence after which the other end ends the link, as it tells; beats keep it.
+        heard_within_s: The silence after which the other end ends the link; beats keep it. Until it has told
+            one, it may be the least that there is.
     """
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel, self._silence_s = channel, silence_s
-        self.heard_within_s = silence_s
+        self.heard_within_s = LEAST_S
         self._said: list[Said] = []
         self._rows: array[int] | None = None  # the last message, if it is of tokens
         self._num_frames = 0
@@ -143,13 +144,15 @@ class Inbox:
 
     Args:
         channel: The link.
-        silence_s: For so long there may be no frame while `watch` runs.
+        silence_s: For so long there may be no frame while `watch` runs. Time in which this end did not
+            receive, or its event loop stood still, does not count.
     """
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel, self.silence_s = channel, silence_s
         self._num_frames = 0
         self._heard_s = anyio.current_time()
+        self._is_receiving = False
 
     async def receive(self) -> list[Message]:
         """Return the messages of the next frame; their payloads are valid until the next call.
@@ -157,11 +160,14 @@ class Inbox:
         Raises:
             MigrationAborted: the link is broken, by this frame perhaps.
         """
-        frame = await self._channel.receive(
-            max_message_bytes=min(MAX_MESSAGE_BYTES, self._channel.max_message_bytes),
-            max_payload_bytes=min(MAX_PAYLOAD_BYTES, self._channel.max_payload_bytes),
-        )
-        self._heard_s = anyio.current_time()
+        self._heard_s, self._is_receiving = anyio.current_time(), True
+        try:
+            frame = await self._channel.receive(
+                max_message_bytes=min(MAX_MESSAGE_BYTES, self._channel.max_message_bytes),
+                max_payload_bytes=min(MAX_PAYLOAD_BYTES, self._channel.max_payload_bytes),
+            )
+        finally:
+            self._is_receiving = False
         try:
             messages = messages_of(frame, self._num_frames)
         except ProtocolError as exc:
@@ -176,6 +182,13 @@ class Inbox:
             MigrationAborted: none came.
         """
         self._heard_s = anyio.current_time()
-        while (left_s := self._heard_s + self.silence_s - anyio.current_time()) > 0:  # noqa: ASYNC110
-            await anyio.sleep(left_s)  # once in that time, where an event would be set by each frame
+        step_s = beat_every_s(self.silence_s)
+        while (left_s := self._heard_s + self.silence_s - anyio.current_time()) > 0:
+            begun_s, wanted_s = anyio.current_time(), min(left_s, step_s)
+            await anyio.sleep(wanted_s)  # not an event, which each frame would set
+            late_s = anyio.current_time() - begun_s - wanted_s
+            if not self._is_receiving:
+                self._heard_s = anyio.current_time()
+            elif late_s > step_s:  # what came meanwhile is received in the turns to come
+                self._heard_s += late_s
         raise link_broken(f"the other end was silent for {self.silence_s:g} s")

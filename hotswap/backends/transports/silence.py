@@ -8,9 +8,9 @@ from hotswap.backends.fields import Fields
 from hotswap.checks import check_positive_seconds
 from hotswap.errors import ConfigError
 
-__all__ = ["beat_every_s", "check_silence", "silence_fields", "silence_in"]
+__all__ = ["LEAST_S", "beat_every_s", "check_silence", "silence_fields", "silence_in"]
 
-_LEAST_S: Final = 0.05  # beats for less would be most of what an end does
+LEAST_S: Final = 0.05  # beats for less would be most of what an end does
 _MOST_S: Final = 86_400.0  # JSON has no infinity
 _BEATS: Final = 4  # in the silence of an end, so that a late one or two do no harm
 
@@ -18,8 +18,8 @@ _BEATS: Final = 4  # in the silence of an end, so that a late one or two do no h
 def check_silence(silence_s: object) -> None:
     """Raise `ConfigError` unless `silence_s` is a time that an end may tell the other."""
     check_positive_seconds(ConfigError, silence_s=silence_s)
-    if isinstance(silence_s, int | float) and silence_s < _LEAST_S:
-        raise ConfigError(f"silence_s is {silence_s!r}; give {_LEAST_S:g} s or more.")
+    if isinstance(silence_s, int | float) and silence_s < LEAST_S:
+        raise ConfigError(f"silence_s is {silence_s!r}; give {LEAST_S:g} s or more.")
 
 
 def silence_fields(silence_s: float) -> dict[str, object]:
@@ -34,8 +34,8 @@ def silence_in(fields: Fields) -> float:
         ShardCorrupt: it is no such time; see `wire.protocol_errors`.
     """
     silence_s = fields.number("silence_s")
-    if not _LEAST_S <= silence_s <= _MOST_S:
-        raise fields.wrong(f"a silence of {silence_s:g} s is not between {_LEAST_S:g} and {_MOST_S:,.0f} s")
+    if not LEAST_S <= silence_s <= _MOST_S:
+        raise fields.wrong(f"a silence of {silence_s:g} s is not between {LEAST_S:g} and {_MOST_S:,.0f} s")
     return silence_s
 
 
