@@ -155,7 +155,7 @@ class _ActorPeers(PeerLinks):
         try:
             return await known.link()
         except MigrationAborted:
-            del self._known[address]  # it may have started anew
+            self._known.pop(address, None)  # it may have started anew; a move beside may have found so first
             raise
 
     async def _ask(self, name: str) -> Address:
