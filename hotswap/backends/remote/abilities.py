@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from anyio import from_thread
 
+from hotswap.backends.remote.control import ControlLink
 from hotswap.backends.remote.linked import LinkedEngine, count_read
 from hotswap.backends.remote.moves import Migrates
 from hotswap.backends.remote.values import adapter_fields, card_fields
@@ -79,12 +80,11 @@ class _ChecksModels(LinkedEngine):
             if len(verdicts) >= _MAX_VERDICTS:
                 verdicts.clear()
             verdicts[model] = None
-            self._tasks.start_soon(self._ask, model, name=f"check of {model.id} for {self.id}")
+            self._tasks.start_soon(self._ask, self._link, model, name=f"check of {model.id} for {self.id}")
         elif (refusal := verdicts[model]) is not None:
             raise UnsupportedModel(str(refusal))
 
-    async def _ask(self, model: ModelCard) -> None:
-        link = self._linked()
+    async def _ask(self, link: ControlLink, model: ModelCard) -> None:
         try:
             await link.call("check_model", model=card_fields(model))
         except UnsupportedModel as exc:
@@ -105,11 +105,12 @@ class _LimitsKV(LinkedEngine):
             if len(limits) >= _MAX_VERDICTS:
                 limits.clear()
             limits[model] = None
-            self._tasks.start_soon(self._ask_limit, model, name=f"KV limit of {model.id} for {self.id}")
+            name = f"KV limit of {model.id} for {self.id}"
+            self._tasks.start_soon(self._ask_limit, self._link, model, name=name)
         return limits[model]
 
-    async def _ask_limit(self, model: ModelCard) -> None:
-        link, num_tokens = self._linked(), 0
+    async def _ask_limit(self, link: ControlLink, model: ModelCard) -> None:
+        num_tokens = 0
         with suppress(HotswapError):  # it cannot tell now
             answer = await link.call("most_kv_tokens", model=card_fields(model))
             with link.reading():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Literal
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from hotswap import InstanceState, RequestId
-from hotswap.abc import Channel, SupportsMigration, SupportsPreload
+from hotswap.abc import Channel, SupportsKVLimit, SupportsMigration, SupportsPreload
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.transports import memory_channels
 from hotswap.errors import (
@@ -213,3 +215,19 @@ def test_a_cancellation_anywhere_leaves_both_ends_in_the_same_state(
             assert len(made.links.ended) - sum(ended.is_set() for ended in made.links.ended) == 1
 
     test()
+
+
+@virtual_time
+async def test_a_link_that_ends_before_a_question_about_a_model_is_sent_loses_the_engine_alone() -> None:
+    async with rig() as made:
+        engine = made.engine
+        assert isinstance(engine, SupportsKVLimit)
+        await made.links.opened[0][0].aclose()
+        turn = 0
+        while engine.status().state is not InstanceState.LOST:  # in one of these turns the link ends
+            turn += 1
+            engine.most_kv_tokens(replace(made.card, weight=turn))
+            await checkpoint()
+        await made.links.ended[0].wait()
+        await engine.unload()
+        assert engine.status().state is InstanceState.EMPTY
