@@ -13,7 +13,7 @@ from contextlib import suppress
 import anyio
 
 from hotswap.backends.remote.failures import failure
-from hotswap.backends.remote.messages import VERSION, Message, taking
+from hotswap.backends.remote.messages import Message, check_version, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
 from hotswap.backends.remote.peers import PeerLinks
 from hotswap.backends.remote.session import Session
@@ -22,7 +22,7 @@ from hotswap.backends.transports.link_errors import link_broken, reason_in
 from hotswap.backends.transports.silence import check_silence, silence_in
 from hotswap.checks import check_counts
 from hotswap.engine import Engine
-from hotswap.errors import ConfigError, ControllerSuperseded, MigrationAborted
+from hotswap.errors import ConfigError, ControllerSuperseded, HotswapError, InstanceLost, MigrationAborted
 from hotswap.store import WeightStore
 from hotswap.transport import Channel
 
@@ -91,7 +91,7 @@ class EngineHost:
         inbox = Inbox(channel, self._silence_s)
         try:
             because = await self._serve(channel, inbox)
-        except ControllerSuperseded as exc:
+        except (ControllerSuperseded, InstanceLost) as exc:
             because = f"the controller was refused ({exc})"
             await _refuse(channel, exc)
         except MigrationAborted as exc:
@@ -112,13 +112,14 @@ class EngineHost:
             messages = await inbox.receive()
         match [message.verb for message in messages]:
             case ["control"]:
-                return await self._serve_controller(channel, inbox, _checked(messages[0]))
+                return await self._serve_controller(channel, inbox, messages[0])
             case ["pages"]:
-                return await self._serve_pages(channel, _checked(messages[0]))
+                return await self._serve_pages(channel, messages[0])
             case verbs:
                 raise link_broken(f"it began with {', '.join(verbs)[:40]!r}")
 
     async def _serve_pages(self, channel: Channel, first: Message) -> str:
+        check_version(first)
         with taking(first):
             key = first.fields.text("key")
         if (lent := self._verbs.lent.get(key)) is None:
@@ -131,6 +132,11 @@ class EngineHost:
         return ""
 
     async def _serve_controller(self, channel: Channel, inbox: Inbox, first: Message) -> str:
+        try:
+            check_version(first)
+        except MigrationAborted as exc:  # what refuses a controller has been the same in every version
+            told = f"The host of engine {self.engine.id!r} refuses the link: {reason_in(exc)}."
+            raise InstanceLost(f"{told} Use one version of hotswap at both ends.") from exc
         with taking(first):
             epoch, heard_within_s = first.fields.size("epoch"), silence_in(first.fields)
         session = await self._take_over(channel, inbox, epoch, heard_within_s)
@@ -169,16 +175,7 @@ async def serve_engine(
     await EngineHost(engine, store, silence_s=silence_s, max_tokens=max_tokens).serve(channel)
 
 
-def _checked(first: Message) -> Message:
-    """Return the first message of a link; raise `MigrationAborted` for one of another version."""
-    with taking(first):
-        version = first.fields.size("version")
-    if version != VERSION:
-        raise link_broken(f"it speaks version {version}, and this end {VERSION}")
-    return first
-
-
-async def _refuse(channel: Channel, error: ControllerSuperseded) -> None:
+async def _refuse(channel: Channel, error: HotswapError) -> None:
     outbox = Outbox(channel, _REFUSE_S)
     outbox.say("refused", error=failure(error))
     with suppress(MigrationAborted), anyio.move_on_after(_REFUSE_S):

@@ -28,6 +28,7 @@ __all__ = [
     "VERSION",
     "Message",
     "Said",
+    "check_version",
     "frames_of",
     "messages_of",
     "said",
@@ -36,7 +37,7 @@ __all__ = [
 
 log = logging.getLogger("hotswap")
 
-VERSION: Final = 1
+VERSION: Final = 2
 # Of one frame: longer ones would hold up the event loop, and are split between messages.
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_PAYLOAD_BYTES: Final = 8 << 20
@@ -74,6 +75,18 @@ def said(verb: str, number: int, fields: dict[str, object], payload: memoryview 
             f"{MAX_MESSAGE_BYTES:,} and {MAX_PAYLOAD_BYTES:,}"
         )
     return Said(encoded, payload)
+
+
+def check_version(first: Message) -> None:
+    """Check the version that the first message of an end tells.
+
+    Raises:
+        MigrationAborted: it is another than that of this end.
+    """
+    with taking(first):
+        version = first.fields.size("version")
+    if version != VERSION:
+        raise link_broken(f"the other end speaks version {version}, this one {VERSION}")
 
 
 def frames_of(messages: list[Said], first: int) -> Iterator[tuple[bytes, memoryview]]:

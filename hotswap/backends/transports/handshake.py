@@ -124,7 +124,7 @@ def _check_start(start: bytes) -> None:
     if magic != _MAGIC:
         raise ProtocolError(f"{start!r} was received in the place of a handshake")
     if version != _VERSION:
-        raise ProtocolError(f"its handshake is of version {version}, not {_VERSION}")
+        raise ProtocolError(f"its handshake is of version {version}, that of this end {_VERSION}")
 
 
 async def _read(stream: ByteStream, size_bytes: int) -> bytes:

@@ -41,7 +41,7 @@ _RING_BYTES = 32 << 20
 _SMALL_BYTES = 4096  # so short a payload goes with its message: a place costs more than its bytes
 _MAX_PLACES = 64  # so few bytes always fit in a socket buffer: freeing a place never waits
 _HELLO = struct.Struct("=4sIQ")  # magic, version, bytes of a ring
-_MAGIC, _VERSION = b"HSSM", 1
+_MAGIC, _VERSION = b"HSSM", 2
 _PLACE = struct.Struct("=QQ")  # offset and length of a payload
 
 
@@ -262,10 +262,10 @@ async def _accept(stream: SocketBytes, max_ring_bytes: int, stall_s: float) -> S
         if len(hello) != _HELLO.size or len(files) != 3 or not stat.S_ISSOCK(os.fstat(files[2]).st_mode):
             raise ProtocolError("the other end sent something else than a link")
         magic, version, ring_bytes = _HELLO.unpack(hello)
-        if magic != _MAGIC or version != _VERSION or not 0 < ring_bytes <= max_ring_bytes:
-            raise ProtocolError(
-                f"the other end offers {magic!r}, version {version}, rings of {ring_bytes:,} bytes"
-            )
+        if magic == _MAGIC and version != _VERSION:
+            raise ProtocolError(f"the other end speaks version {version}, this one {_VERSION}")
+        if magic != _MAGIC or not 0 < ring_bytes <= max_ring_bytes:
+            raise ProtocolError(f"the other end offers {magic!r} and rings of {ring_bytes:,} bytes")
         try:
             inward, out = (SharedPages.adopt(file, ring_bytes) for file in files[:2])
         except ValueError as exc:

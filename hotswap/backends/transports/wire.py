@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 _DEFAULTS: Final = {field.name: getattr(Sampling(), field.name) for field in fields_of(Sampling)}
 
 TOKEN_BYTES = 8
-_VERSION = 3
+_VERSION = 4
 # JSON of a megabyte may be half a million lists, which take a tenth of a second to make.
 MAX_BRACKETS = 1 << 15
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -89,7 +89,9 @@ def unpack(message: bytes) -> Message:
     with protocol_errors():
         fields = parse_object(message, "a message", remedy="Use one version of hotswap at both ends.")
         if fields.get("version") != _VERSION:
-            raise fields.wrong(f"it is of version {fields.get('version')!r}, not {_VERSION}")
+            raise fields.wrong(
+                f"the other end speaks version {str(fields.get('version'))[:40]}, this one {_VERSION}"
+            )
         return Message(fields.text("verb"), fields.size("number"), fields)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hotswap import InstanceState, RequestId
 from hotswap.abc import Channel, SupportsMigration
 from hotswap.backends.remote import RemoteEngine
+from hotswap.backends.remote.messages import VERSION
 from hotswap.backends.transports import memory_channels
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.offline.virtual_time import run, virtual_time
@@ -107,7 +108,7 @@ async def test_a_wrong_frame_ends_the_link_and_the_next_one_works(
             await made.engine.unload()
 
 
-HELLO: list[object] = [0, ["control", 0, {"version": 1, "epoch": 5, "silence_s": 8}, 0]]
+HELLO: list[object] = [0, ["control", 0, {"version": VERSION, "epoch": 5, "silence_s": 8}, 0]]
 NONSENSE: dict[str, object] = {
     "no list": {"verb": "open"},
     "another number": [7],
@@ -148,16 +149,16 @@ async def test_a_host_ends_the_link_of_a_controller_that_says_nonsense_and_serve
     "hello",
     [
         [0],
-        [0, ["control", 0, {"version": 1, "epoch": -1, "silence_s": 8}, 0]],
+        [0, ["control", 0, {"version": VERSION, "epoch": -1, "silence_s": 8}, 0]],
         [0, ["control", 0, {"version": 99, "epoch": 1, "silence_s": 8}, 0]],
-        [0, ["control", 0, {"version": 1, "epoch": 1}, 0]],
-        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": 0}, 0]],
-        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": 1e-9}, 0]],
-        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": 1e9}, 0]],
-        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": "long"}, 0]],
-        [0, ["control", 0, {"version": 1, "epoch": 1, "silence_s": True}, 0]],
-        [0, ["pages", 0, {"version": 1, "key": "guessed"}, 0]],
-        [0, ["open", 0, {"version": 1}, 0]],
+        [0, ["control", 0, {"version": VERSION, "epoch": 1}, 0]],
+        [0, ["control", 0, {"version": VERSION, "epoch": 1, "silence_s": 0}, 0]],
+        [0, ["control", 0, {"version": VERSION, "epoch": 1, "silence_s": 1e-9}, 0]],
+        [0, ["control", 0, {"version": VERSION, "epoch": 1, "silence_s": 1e9}, 0]],
+        [0, ["control", 0, {"version": VERSION, "epoch": 1, "silence_s": "long"}, 0]],
+        [0, ["control", 0, {"version": VERSION, "epoch": 1, "silence_s": True}, 0]],
+        [0, ["pages", 0, {"version": VERSION, "key": "guessed"}, 0]],
+        [0, ["open", 0, {"version": VERSION}, 0]],
     ],
 )
 @virtual_time
@@ -265,10 +266,10 @@ PAGES: dict[str, object] = {
     "no JSON": "{",
     "no message": [1],
     "another version": {"version": 99, "verb": "read", "number": 1},
-    "an unknown verb": {"version": 3, "verb": "erase", "number": 1, "first_block": 0, "num_tokens": 1},
-    "a write to a source": {"version": 3, "verb": "write", "number": 1, "first_block": 0, "num_tokens": 1},
-    "a negative block": {"version": 3, "verb": "read", "number": 1, "first_block": -1, "num_tokens": 1},
-    "no block": {"version": 3, "verb": "read", "number": 1, "num_tokens": 1},
+    "an unknown verb": {"version": 4, "verb": "erase", "number": 1, "first_block": 0, "num_tokens": 1},
+    "a write to a source": {"version": 4, "verb": "write", "number": 1, "first_block": 0, "num_tokens": 1},
+    "a negative block": {"version": 4, "verb": "read", "number": 1, "first_block": -1, "num_tokens": 1},
+    "no block": {"version": 4, "verb": "read", "number": 1, "num_tokens": 1},
 }
 
 
@@ -283,7 +284,7 @@ async def test_a_host_ends_a_link_for_blocks_that_asks_for_nonsense_and_the_move
             async with made.engine.export_kv(RequestId("r0")) as source:
                 (key,) = re.findall(rb'"key":"(\w+)"', b"".join(m for m, _ in made.links.opened[0][1].frames))
                 near = await made.links.open()
-                hello: list[object] = [0, ["pages", 0, {"version": 1, "key": key.decode()}, 0]]
+                hello: list[object] = [0, ["pages", 0, {"version": VERSION, "key": key.decode()}, 0]]
                 await near.send(json.dumps(hello).encode())
                 said = PAGES[name]
                 await near.send(said.encode() if isinstance(said, str) else json.dumps(said).encode())
@@ -292,4 +293,19 @@ async def test_a_host_ends_a_link_for_blocks_that_asks_for_nonsense_and_the_move
                 assert (await source.read(0, 4)).num_tokens == 4
             read += [token.id for token in await tokens.collect()]
         assert read == expected(request(max_tokens=30), made.card)
+        await made.engine.unload()
+
+
+@virtual_time
+async def test_a_controller_of_another_version_is_refused_with_both_versions() -> None:
+    hello: list[object] = [0, ["control", 0, {"version": VERSION - 1, "epoch": 1}, 0]]
+    async with rig() as made:
+        await made.engine.load(made.card, made.store)
+        made.links.plans.append(({0: [(json.dumps(hello).encode(), b"")]}, {}))
+        other = RemoteEngine("e0", made.links.open)
+        with pytest.raises(
+            InstanceLost, match=f"speaks version {VERSION - 1}, this one {VERSION}.*both ends"
+        ):
+            await other.__aenter__()
+        assert len((await serve_requests(made, is_loaded=True))[0]) == 20, "the other controller goes on"
         await made.engine.unload()

@@ -221,7 +221,7 @@ def unsealed(size_bytes: int) -> int:
 
 
 RING = 4 * KIB
-HELLO = struct.pack("=4sIQ", b"HSSM", 1, RING)
+HELLO = struct.pack("=4sIQ", b"HSSM", 2, RING)
 MAKERS: dict[str, Callable[[], int]] = {
     "ring": lambda: SharedPages.make(RING)[1],
     "small ring": lambda: SharedPages.make(RING // 2)[1],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import anyio
 
-from hotswap.backends.remote.messages import Message, Said, said, taking
+from hotswap.backends.remote.messages import VERSION, Message, Said, check_version, said, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
 from hotswap.backends.transports.link_errors import link_broken
 from hotswap.backends.transports.silence import silence_fields, silence_in
@@ -33,7 +33,7 @@ class StageLink:
         self._channel = channel
         self._outbox, self._inbox = Outbox(channel, silence_s), Inbox(channel, silence_s)
         self._is_greeted = False
-        self.say(said(_HELLO, 0, silence_fields(silence_s)))
+        self.say(said(_HELLO, 0, {"version": VERSION, **silence_fields(silence_s)}))
 
     @property
     def own_address(self) -> str:
@@ -56,6 +56,7 @@ class StageLink:
         if not self._is_greeted:
             if not messages or messages[0].verb != _HELLO:
                 raise link_broken(f"the other end did not begin with {_HELLO!r}")
+            check_version(messages[0])
             with taking(messages[0]):
                 self._outbox.heard_within_s = silence_in(messages[0].fields)
             self._is_greeted = True

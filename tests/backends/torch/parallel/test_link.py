@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
-from hotswap.backends.remote.messages import said
+from hotswap.backends.remote.messages import VERSION, said
 from hotswap.backends.torch.parallel.link import StageLink
 from hotswap.backends.transports import memory_channels
 from hotswap.errors import MigrationAborted
@@ -65,7 +66,8 @@ async def test_an_end_that_does_not_receive_for_long_does_not_count_the_other_as
 async def test_an_end_that_receives_again_still_notices_that_the_other_is_silent() -> None:
     near, far = memory_channels(num_frames=NUM_BEATS)
     link, other = StageLink(near, SHORT_S), StageLink(far, SHORT_S)
-    with pytest.raises(ExceptionGroup) as caught:
+
+    async def receive() -> None:
         async with near, far, anyio.create_task_group() as tasks:
             tasks.start_soon(link.run)
             async with anyio.create_task_group() as others:
@@ -75,5 +77,18 @@ async def test_an_end_that_receives_again_still_notices_that_the_other_is_silent
                 await anyio.sleep(LONG_S)
                 others.cancel_scope.cancel()
             with anyio.fail_after(LONG_S):
-                await take(link, 1 << 30)
+                await take(link, NUM_BEATS)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await receive()
     assert caught.group_contains(MigrationAborted, match="silent for 0.5 s")
+
+
+@virtual_time
+async def test_ends_of_different_versions_give_no_link_and_say_both() -> None:
+    near, far = memory_channels()
+    async with near, far:
+        hello: list[object] = [0, ["hello", 0, {"version": VERSION + 1, "silence_s": LONG_S}, 0]]
+        await far.send(json.dumps(hello).encode())
+        with pytest.raises(MigrationAborted, match=f"speaks version {VERSION + 1}, this one {VERSION}"):
+            await StageLink(near, LONG_S).receive()
