@@ -7,11 +7,10 @@ checksum, read by the same readers. Floating-point tensors are looked through fo
 from __future__ import annotations
 
 import json
-import math
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final, cast
 
@@ -36,11 +35,13 @@ __all__ = ["AsIs", "plan_as_is"]
 
 _TENSOR_ALIGNMENT: Final = 256  # that of CUDA allocations, as in the other layout
 _PIECE_BYTES: Final = 8 << 20
-# Without which a quantised module cannot be computed; scales of activations may be missing.
+# Without which a quantised module cannot be computed; scales of activations may be missing. The zero points
+# of compressed-tensors are of asymmetric modules, and may be left over in symmetric ones.
+_ZERO_POINT: Final = "weight_zero_point"
 _QUANTISED_PARTS: Final = frozenset(
     (
         *("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_shape"),
-        *("weight_zero_point", "qweight", "qzeros", "scales", "g_idx", "SCB"),
+        *("qweight", "qzeros", "scales", "g_idx", "SCB"),
     )
 )
 
@@ -121,7 +122,7 @@ def _plan_tensors(model: ModelId, source: Path, checkpoint: Checkpoint) -> AsIs:
     extents: list[Extent] = []
     end = 0
     tensors = read_tensors(source)
-    _check_quantised_modules(source, tensors)
+    _check_quantised_modules(source, tensors, checkpoint.config)
     for tensor in tensors:
         specs.append(
             TensorSpec(
@@ -158,18 +159,20 @@ def _plan_tensors(model: ModelId, source: Path, checkpoint: Checkpoint) -> AsIs:
     return AsIs(manifest=manifest, extents=tuple(extents), side_files=side_files)
 
 
-def _check_quantised_modules(source: Path, tensors: Sequence[StoredTensor]) -> None:
+def _check_quantised_modules(source: Path, tensors: Sequence[StoredTensor], config: str) -> None:
     """Refuse a quantised module without a tensor that the same module of another layer has.
 
     An engine that joins modules, as vLLM does, would not notice, and compute with what lies in memory.
+    Of zero points this is known only where the config has all modules asymmetric.
 
     Raises:
         ShardMissing: naming the tensor.
     """
+    parts = _QUANTISED_PARTS | ({_ZERO_POINT} if _is_asymmetric(config) else set())
     modules: dict[str, set[tuple[str, str]]] = {}
     for tensor in tensors:
         module, _, part = tensor.name.rpartition(".")
-        if part in _QUANTISED_PARTS:
+        if part in parts:
             modules.setdefault(module, set()).add((part, tensor.dtype))
     alike: dict[str, list[str]] = {}
     for module in modules:
@@ -183,6 +186,25 @@ def _check_quantised_modules(source: Path, tensors: Sequence[StoredTensor]) -> N
                     f"The checkpoint at {str(source)!r} has no tensor '{name}.{part}', though it has "
                     f"'{fullest}.{part}'. {FETCH_AGAIN}"
                 )
+
+
+def _is_asymmetric(config: str) -> bool:
+    """Whether a config quantises every module with zero points, as compressed-tensors tells it."""
+    parsed = cast("object", json.loads(config))
+    sections = (_entry(parsed, name) for name in ("quantization_config", "compression_config"))
+    groups = [_entry(section, "config_groups") for section in sections]
+    weights = [
+        _entry(group, "weights")
+        for each in groups
+        if isinstance(each, dict)
+        for group in cast("dict[str, object]", each).values()
+    ]
+    return bool(weights) and all(_entry(each, "symmetric") is False for each in weights)
+
+
+def _entry(value: object, name: str) -> object:
+    """Return an entry of an object of JSON, `None` if there is none or it is no object."""
+    return cast("dict[str, object]", value).get(name) if isinstance(value, dict) else None
 
 
 def _kv_item_bytes(config: str) -> int:
@@ -238,11 +260,15 @@ def _plan_gguf(model: ModelId, directory: Path, files: Sequence[Path]) -> AsIs:
 
 @dataclass(frozen=True, slots=True)
 class _Floats:
-    """The bits that are set in a number that is infinite or NaN, in its last byte and in the one before."""
+    """The bits of a number that are set where it is infinite or NaN: of its last byte and the one before.
+
+    It is NaN if another bit is set, but for the sign, or if the format has no infinity.
+    """
 
     item_bytes: int
     last: int
     before: int = 0
+    has_infinity: bool = True
 
 
 _FLOATS: Final = {
@@ -250,17 +276,18 @@ _FLOATS: Final = {
     "float32": _Floats(4, 0x7F, 0x80),
     "bfloat16": _Floats(2, 0x7F, 0x80),
     "float16": _Floats(2, 0x7C),
-    "float8_e4m3fn": _Floats(1, 0x7F),
+    "float8_e4m3fn": _Floats(1, 0x7F, has_infinity=False),
     "float8_e5m2": _Floats(1, 0x7C),
-    "float8_e8m0fnu": _Floats(1, 0xFF),
+    "float8_e8m0fnu": _Floats(1, 0xFF, has_infinity=False),
 }
-_FORMATS: Final = {"float64": "<d", "float32": "<f", "float16": "<e"}
+_NOT_SIGN: Final = 0x7F
 
 
 def _check_finite(tensor: StoredTensor, start: int, buffer: bytearray, count: int) -> None:
     """Check the first bytes of a buffer, which are those of a tensor from `start` on; 2 to 5 GB/s.
 
-    NaN is refused everywhere, infinity in matrices called `weight`: masks may have it.
+    NaN is refused everywhere, infinity in matrices called `weight`: masks may have it. What looks alike
+    in its last byte, as the least finite number of a mask does, takes some more passes over the bytes.
 
     Raises:
         ShardCorrupt: naming the tensor, and the place of the first such number.
@@ -269,27 +296,48 @@ def _check_finite(tensor: StoredTensor, start: int, buffer: bytearray, count: in
         return
     size = floats.item_bytes
     last = buffer[size - 1 : count : size]
-    for byte in (byte for byte in range(256) if byte & floats.last == floats.last):
-        at = last.find(byte)
-        while at >= 0:  # of an 8-bit number `before` is 0
-            if buffer[at * size + size - 2] & floats.before == floats.before:
-                _check_number(tensor, start // size + at, bytes(buffer[at * size : (at + 1) * size]))
-            at = last.find(byte, at + 1)
-
-
-def _check_number(tensor: StoredTensor, index: int, number: bytes) -> None:
-    """Raise `ShardCorrupt` if a number that is not finite may not be in its tensor."""
-    if tensor.dtype == "bfloat16":
-        is_nan = math.isnan(struct.unpack("<f", b"\0\0" + number)[0])
-    elif (form := _FORMATS.get(tensor.dtype)) is not None:
-        is_nan = math.isnan(struct.unpack(form, number)[0])
-    else:
-        is_nan = tensor.dtype != "float8_e5m2" or number[0] & 0x03 != 0
-    is_matrix = len(tensor.shape) > 1 and tensor.name.endswith("weight")
-    if not is_nan and not is_matrix:
+    if not any(byte in last for byte in range(256) if byte & floats.last == floats.last):
         return
+    found = _marks(last, _all_of(floats.last))
+    if floats.before:
+        found &= _marks(buffer[size - 2 : count : size], _all_of(floats.before))
+    if not found:
+        return
+    nan = found
+    if floats.has_infinity:
+        fraction = _marks(last, _any_of(_NOT_SIGN & ~floats.last))
+        for at in range(size - 1):
+            bits = ~floats.before & 0xFF if at == size - 2 else 0xFF
+            fraction |= _marks(buffer[at:count:size], _any_of(bits))
+        nan &= fraction
+    is_matrix = len(tensor.shape) > 1 and tensor.name.endswith("weight")
+    if refused := found if is_matrix else nan:
+        first = refused & -refused
+        place = _place(tensor.shape, start // size + (first.bit_length() - 1) // 8)
+        raise not_finite(tensor.name, tensor.path, "NaN" if first & nan else "infinite", place, tensor.dtype)
+
+
+def _marks(data: bytearray, table: bytes) -> int:
+    """Return the bytes of `data` by a table, as one number with the first byte in its lowest bits."""
+    return int.from_bytes(data.translate(table), "little")
+
+
+@cache
+def _all_of(bits: int) -> bytes:
+    """A table with 1 for the bytes in which all of some bits are set."""
+    return bytes(byte & bits == bits for byte in range(256))
+
+
+@cache
+def _any_of(bits: int) -> bytes:
+    """A table with 1 for the bytes in which any of some bits is set."""
+    return bytes(byte & bits != 0 for byte in range(256))
+
+
+def _place(shape: Sequence[int], index: int) -> list[int]:
+    """Return the indexes of a number in a tensor, from its index in the flat one."""
     place: list[int] = []
-    for length in reversed(tensor.shape):
+    for length in reversed(shape):
         index, at = divmod(index, length)
         place.insert(0, at)
-    raise not_finite(tensor.name, tensor.path, "NaN" if is_nan else "infinite", place, tensor.dtype)
+    return place

@@ -103,6 +103,32 @@ def test_layers_that_are_not_quantised_and_scales_of_activations_may_be_missing(
     assert {tensor.name for tensor in manifest.tensors} == tensors.keys()
 
 
+PACKED = {"weight_packed": "I32", "weight_scale": "BF16", "weight_zero_point": "I32"}
+
+
+def write_groups(source: Path, *symmetric: bool) -> None:
+    """Write a model of whose layers the second has no zero points, with a config of so many groups."""
+    tensors = {f"layers.{layer}.q_proj.{part}": (PACKED[part], (2, 8)) for layer in (0, 1) for part in PACKED}
+    del tensors["layers.1.q_proj.weight_zero_point"]
+    groups = {f"group_{at}": {"weights": {"symmetric": each}} for at, each in enumerate(symmetric)}
+    write_checkpoint(source, tensors, quantization_config={"config_groups": groups})
+
+
+@pytest.mark.parametrize("symmetric", [(True,), (False, True)], ids=["all symmetric", "some symmetric"])
+def test_symmetric_modules_need_no_zero_points(
+    symmetric: tuple[bool, ...], source: Path, tmp_path: Path
+) -> None:
+    write_groups(source, *symmetric)
+    manifest = convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
+    assert len(manifest.tensors) == 5
+
+
+def test_an_asymmetric_module_without_its_zero_points_is_refused(source: Path, tmp_path: Path) -> None:
+    write_groups(source, False, False)
+    with pytest.raises(ShardMissing, match=r"has no tensor 'layers\.1\.q_proj\.weight_zero_point'"):
+        convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
+
+
 @pytest.mark.parametrize("suffix", ["gguf", "GGUF"])
 def test_a_gguf_file_may_have_its_suffix_in_either_case(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"tiny.{suffix}"
@@ -365,10 +391,12 @@ _NOT_FINITE: dict[str, tuple[bytes, bytes]] = {
 ROWS, COLUMNS, PLACE = 2_200_000, 5, [2_199_998, 3]  # beyond the first piece that is read, in every dtype
 
 
-def write_one(source: Path, dtype: str, number: bytes, name: str, *, is_vector: bool = False) -> None:
-    """Write one tensor of zeros, with a number near its end."""
+def write_one(
+    source: Path, dtype: str, number: bytes, name: str, *, is_vector: bool = False, others: bytes = b"\0"
+) -> None:
+    """Write one tensor with a number near its end; the others repeat some bytes."""
     size = ROWS * COLUMNS * len(number)
-    data = bytearray(size)
+    data = bytearray((others * (size // len(others) + 1))[:size])
     at = (PLACE[0] * COLUMNS + PLACE[1]) * len(number)
     data[at : at + len(number)] = number
     shape = [ROWS * COLUMNS] if is_vector else [ROWS, COLUMNS]
@@ -402,8 +430,23 @@ def test_masks_and_vectors_may_have_infinity(
     convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
 
 
+_LARGEST = {"F32": b"\xff\xff\x7f\xff", "BF16": b"\x7f\xff", "F16": b"\xff\xfb", "F8_E4M3": b"\x7e"}
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype, (_, infinite) in _NOT_FINITE.items() if infinite])
+def test_masks_may_be_full_of_infinity_and_of_the_least_number_and_have_no_nan(
+    dtype: str, source: Path, tmp_path: Path
+) -> None:
+    nan, infinite = _NOT_FINITE[dtype]
+    full = infinite + _LARGEST.get(dtype, infinite)
+    write_one(source, dtype, infinite, "mask", others=full)
+    convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
+    write_one(source, dtype, nan, "mask", others=full)
+    with pytest.raises(ShardCorrupt, match=rf"'mask'.*is NaN at \[{PLACE[0]}, {PLACE[1]}\]"):
+        convert(source, tmp_path / "other", model_id=M, layout="checkpoint")
+
+
 def test_the_largest_numbers_are_no_infinity(source: Path, tmp_path: Path) -> None:
-    largest = {"F32": b"\xff\xff\x7f\x7f", "BF16": b"\x7f\xff", "F16": b"\xff\xfb", "F8_E4M3": b"\x7e"}
-    for dtype, number in largest.items():
+    for dtype, number in _LARGEST.items():
         write_one(source, dtype, number, "up.weight")
         convert(source, tmp_path / dtype, model_id=M, layout="checkpoint")
