@@ -168,7 +168,8 @@ def _check_quantised_modules(source: Path, tensors: Sequence[StoredTensor], conf
     Raises:
         ShardMissing: naming the tensor.
     """
-    parts = _QUANTISED_PARTS | ({_ZERO_POINT} if _is_asymmetric(config) else set())
+    zero_points: frozenset[str] = frozenset((_ZERO_POINT,)) if _is_asymmetric(config) else frozenset()
+    parts = _QUANTISED_PARTS | zero_points
     modules: dict[str, set[tuple[str, str]]] = {}
     for tensor in tensors:
         module, _, part = tensor.name.rpartition(".")
