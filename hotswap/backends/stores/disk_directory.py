@@ -47,7 +47,7 @@ from hotswap.backends.stores.layout import (
     model_name,
 )
 from hotswap.backends.stores.locks import LockWait, locked, unlock_whole
-from hotswap.backends.stores.partial import publish, temporary_directory, unused
+from hotswap.backends.stores.partial import is_model, publish, temporary_directory, unused
 from hotswap.backends.stores.pieces import check_shard
 from hotswap.errors import ShardMissing, StoreBusy, StoreError, TierFull
 from hotswap.model import Manifest, Shard
@@ -158,7 +158,7 @@ class DiskDirectory:
         return False
 
     def remove(self, model: ModelId) -> int:
-        """Remove a model for all processes at once, then delete its files; return their bytes.
+        """Remove a model, whole or not, for all processes at once, then delete its files; return their bytes.
 
         Raises:
             ShardMissing: there is no such model.
@@ -169,7 +169,7 @@ class DiskDirectory:
         check_no_link(path)
         with map_write_errors(self.root, 0):
             try:
-                stored = _stored_model(path)
+                stored = _stored_model(path, indexed=not is_model(path))
                 with unused(path):
                     self._delete(stored)
             except (FileNotFoundError, NotADirectoryError) as exc:
@@ -276,9 +276,9 @@ class DiskDirectory:
                     yield _data_bytes(directory)
 
 
-def _stored_model(path: Path) -> StoredModel:
+def _stored_model(path: Path, *, indexed: bool = True) -> StoredModel:
     """Look at a model; `FileNotFoundError` if there is none."""
-    (path / INDEX_NAME).lstat()
+    (path / INDEX_NAME if indexed else path).lstat()
     if (model := model_in(path.name)) is None:
         raise FileNotFoundError(errno.ENOENT, "no model has this name", str(path))
     size = _data_bytes(path)

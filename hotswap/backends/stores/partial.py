@@ -26,7 +26,15 @@ from typing import Final
 
 from hotswap.backends.fields import Fields, parse_object
 from hotswap.backends.stores.files import check_no_link, sync_directory
-from hotswap.backends.stores.layout import INDEX_NAME, Checksum, check_file_name, is_checksum
+from hotswap.backends.stores.layout import (
+    INDEX_NAME,
+    SOURCE_NAME,
+    STORED_FILES,
+    Checksum,
+    check_file_name,
+    is_checksum,
+    is_data_file,
+)
 from hotswap.backends.stores.locks import LockWait, holder_of, locked
 from hotswap.errors import ConfigError, StoreBusy, StoreError, UnsafeFile
 
@@ -37,6 +45,7 @@ __all__ = [
     "Journal",
     "check_name",
     "has_progress",
+    "is_model",
     "partial_directory",
     "publish",
     "sweep",
@@ -185,9 +194,11 @@ class AlreadyThere(ConfigError):
 def check_name(final: Path, *, replace_existing: bool, wait: LockWait | None = None) -> None:
     """Raise unless a model may be published as `final` now; see `publish`."""
     check_no_link(final)
-    if not final.exists():
+    try:
+        found = is_model(final)
+    except (FileNotFoundError, NotADirectoryError):  # also where it is removed in this moment
         return
-    if not _is_model(final):
+    if not found:
         raise UnsafeFile(
             f"{str(final)!r} is there and is no model of a store, so it is not replaced. Choose another id, "
             "or another directory for the store."
@@ -198,12 +209,23 @@ def check_name(final: Path, *, replace_existing: bool, wait: LockWait | None = N
         return
 
 
-def _is_model(path: Path) -> bool:
-    """Whether a store made this directory: it has an index, or nothing but data files, or nothing."""
-    if not path.is_dir():
+def is_model(path: Path) -> bool:
+    """Whether a store made this directory, though it may lack files of the model.
+
+    It has an index, or nothing, or nothing but files of a store, of which one is of stores alone.
+
+    Raises:
+        FileNotFoundError: there is nothing of that name.
+        NotADirectoryError: the same, as its parent is a file.
+    """
+    try:
+        names = frozenset(os.listdir(path))
+    except NotADirectoryError:
+        path.lstat()
         return False
-    names = os.listdir(path)
-    return INDEX_NAME in names or all(_DATA_FILE.fullmatch(name) for name in names)
+    own = {name for name in names if name in (SOURCE_NAME, JOURNAL_NAME) or _DATA_FILE.fullmatch(name)}
+    others = (name for name in names - own if name not in STORED_FILES and not is_data_file(name))
+    return INDEX_NAME in names or not names or (bool(own) and not any(others))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -19,6 +20,7 @@ from hotswap import Model, ModelId
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.stores.gguf import BLOCKS
+from hotswap.backends.stores.partial import check_name
 from hotswap.cli import main
 from hotswap.commands.store import verify
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, UnsafeFile
@@ -335,13 +337,54 @@ def test_a_file_cannot_be_the_directory_of_a_store(below: str, source: Path, tmp
         convert(source, tmp_path / "file" / below, model_id=M, layout="checkpoint")
 
 
-def test_a_damaged_model_without_its_index_can_be_replaced(source: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    convert(source, root, model_id=M, layout="checkpoint")
-    for name in ("index.json", "source.json"):
-        (root / M / name).unlink()
-    convert(source, root, model_id=M, layout="checkpoint", replace_existing=True)
-    verify(root, M)
+@pytest.fixture(params=["index.json", "index.json source.json", "index.json rank-0-of-1.000.bin"])
+def damaged(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Path:
+    """A store whose model lacks its index, and perhaps another file, as of a copy that was interrupted."""
+    (source / "tokenizer.json").write_text("{}")
+    convert(source, tmp_path / "root", model_id=M, layout="checkpoint")
+    (tmp_path / "root" / M / "source.json").write_text("{}")
+    for name in request.param.split():
+        (tmp_path / "root" / M / name).unlink()
+    return tmp_path / "root"
+
+
+def test_a_damaged_model_without_its_index_can_be_replaced(source: Path, damaged: Path) -> None:
+    convert(source, damaged, model_id=M, layout="checkpoint", replace_existing=True)
+    verify(damaged, M)
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+async def test_a_damaged_model_without_its_index_can_be_removed(damaged: Path) -> None:
+    async with NvmeStore(damaged) as store:
+        await store.remove(M)
+        assert files_in(damaged) == {}
+        with pytest.raises(ShardMissing):
+            await store.remove(M)
+
+
+async def test_files_of_others_are_not_removed_as_a_model(source: Path) -> None:
+    before = files_in(source)
+    async with NvmeStore(source.parent) as store:
+        with pytest.raises(ShardMissing):
+            await store.remove(ModelId(source.name))
+    assert files_in(source) == before
+
+
+def test_a_model_that_is_removed_meanwhile_is_as_one_that_is_not_there(tmp_path: Path) -> None:
+    model = tmp_path / M
+
+    def come_and_go() -> None:
+        for _ in range(3000):
+            model.mkdir()
+            model.rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(come_and_go)
+        while not coming.done():
+            check_name(model, replace_existing=True)
 
 
 @pytest.mark.parametrize(
