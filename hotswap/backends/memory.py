@@ -24,6 +24,7 @@ __all__ = [
     "copy_in_turns",
     "map_shared",
     "pin",
+    "populate",
     "unpin",
 ]
 
@@ -37,8 +38,8 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Linux alone has them.
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _SMALL_PAGES: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
-# Which Python does not name: PROT_NONE, MAP_FIXED, and MADV_COLLAPSE since Linux 6.1.
-_NO_ACCESS, _FIXED, _COLLAPSE = 0, 0x10, 25
+# Which Python does not name: PROT_NONE, MAP_FIXED, MADV_POPULATE_WRITE, and MADV_COLLAPSE since Linux 6.1.
+_NO_ACCESS, _FIXED, _POPULATE, _COLLAPSE = 0, 0x10, 23, 25
 
 _libc = ctypes.CDLL(None)
 _libc.mmap.restype = ctypes.c_void_p
@@ -156,6 +157,14 @@ def _nameless_file() -> int:
         return os.memfd_create("hotswap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def populate(data: memoryview) -> bool:
+    """Have memory get all its pages, whatever is written to it meanwhile; slow, in a thread.
+
+    Returns whether the system has done so (Linux 5.14). It must begin on a page.
+    """
+    return sys.platform == "linux" and not _libc.madvise(address_of(data), len(data), _POPULATE)
 
 
 def can_pin() -> bool:

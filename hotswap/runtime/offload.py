@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import anyio
-from anyio.abc import TaskGroup
 
 from hotswap import telemetry as tm
 from hotswap.kv_store import KVStore
@@ -29,6 +28,7 @@ from hotswap.runtime.kv_restoring import NO_RESTORE, NoRestore, Restore, Restore
 from hotswap.runtime.kv_saving import Save, Saved
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
+from hotswap.tasks_beside import tasks_beside
 from hotswap.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Offload:
             return await engine.evict(deadline_s=deadline_s)
         num_evicted, waiting = 0, anyio.CancelScope()
         with self._saving(instance, saved, span) as save:
-            async with _tasks_beside() as tasks:
+            async with tasks_beside() as tasks:
                 tasks.start_soon(save.until_stopped, deadline_s, waiting)
                 with waiting:
                     num_evicted = await engine.evict(deadline_s=deadline_s + self._save_s)
@@ -173,20 +173,6 @@ async def beside(
     if offload is None:
         yield
         return
-    async with _tasks_beside() as tasks:
+    async with tasks_beside() as tasks:
         tasks.start_soon(offload.save_ahead, instance, saved, span)
         yield
-
-
-@asynccontextmanager
-async def _tasks_beside() -> AsyncGenerator[TaskGroup]:
-    """Tasks that are cancelled when a block ends, whose errors are raised as they are."""
-    error: Exception | None = None
-    async with anyio.create_task_group() as tasks:
-        try:
-            yield tasks
-        except Exception as exc:  # which the group would wrap
-            error = exc
-        tasks.cancel_scope.cancel()
-    if error is not None:
-        raise error

@@ -9,15 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, PagePool, Pages
-from hotswap.backends.memory import aligned_buffer, can_pin
+from hotswap.backends.memory import aligned_buffer, can_pin, populate
 
 __all__ = ["Arena"]
+
+# Pages of so many bytes are had at once.
+_POPULATED_BYTES = 16 << 20
 
 
 class Arena:
     """Memory for blocks, allocated page by page. `write` and `read` may run in any thread.
 
-    Pages that were written before are taken first.
+    Pages that were written before are taken first. Those that come next may be had from the system ahead.
 
     Args:
         size_bytes: The most that all blocks take.
@@ -28,10 +31,27 @@ class Arena:
 
     def __init__(self, size_bytes: int) -> None:
         num_pages = size_bytes // PAGE_BYTES
-        self._pool = PagePool(num_pages)
+        self._num_pages, self._pool = num_pages, PagePool(num_pages)
+        self._num_populated = 0
         memory = aligned_buffer(num_pages * PAGE_BYTES)
         self._memory: memoryview | None = memory[: num_pages * PAGE_BYTES]
         self._pages: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8).reshape(-1, PAGE_BYTES)
+
+    # ------------------------------------------------------------------ pages ahead
+
+    def lacking(self, ahead_bytes: int) -> range:
+        """Return which of the next pages, up to so many bytes, the system has yet to give; a few at once."""
+        first = max(self._num_populated, self._pool.num_fresh)
+        end = min(self._num_pages, self._pool.num_fresh + ahead_bytes // PAGE_BYTES)
+        return range(first, min(end, first + _POPULATED_BYTES // PAGE_BYTES))
+
+    def populate(self, pages: range) -> bool:
+        """Have them from the system; false if it cannot do so. Blocking, in any thread."""
+        assert self._memory is not None, "an arena is closed"
+        self._num_populated = pages.stop
+        return populate(self._memory[pages.start * PAGE_BYTES : pages.stop * PAGE_BYTES])
+
+    # ------------------------------------------------------------------ blocks
 
     def allocate(self, block_bytes: int) -> Pages:
         """Return free pages for a block; the caller keeps count of them."""

@@ -28,11 +28,14 @@ class PagePool:
 
     Args:
         num_pages: How many there are.
+
+    Attributes:
+        num_fresh: Pages that were never taken begin there.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._num_fresh = 0  # pages that were never taken begin there
+        self.num_fresh = 0
         self._free = array("q")
 
     def allocate(self, block_bytes: int) -> Pages:
@@ -41,9 +44,9 @@ class PagePool:
         reused = min(count, len(self._free))
         pages = self._free[len(self._free) - reused :]
         del self._free[len(self._free) - reused :]
-        fresh = range(self._num_fresh, self._num_fresh + count - reused)
+        fresh = range(self.num_fresh, self.num_fresh + count - reused)
         assert fresh.stop <= self._num_pages, "a pool of pages is over full"
-        self._num_fresh = fresh.stop
+        self.num_fresh = fresh.stop
         return np.array([*pages, *fresh], np.int64)
 
     def free(self, pages: Pages) -> None:

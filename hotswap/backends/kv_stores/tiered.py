@@ -22,6 +22,7 @@ from hotswap.backends.kv_stores.staging import Staging
 from hotswap.backends.memory import copy
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
+from hotswap.tasks_beside import tasks_beside
 from hotswap.worker_threads import in_thread
 
 __all__ = ["TieredKVStore"]
@@ -81,26 +82,18 @@ class TieredKVStore(IndexedKVStore[TierPlace]):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        error: Exception | None = None
         self._wanted, self._used = anyio.Event(), dict.fromkeys(self._used, 0)
         async with (
             self._memory,
             self._disk,
             super().__asynccontextmanager__(),
-            anyio.create_task_group() as tasks,
+            tasks_beside() as tasks,
         ):
             tasks.start_soon(self._keep_headroom, name="writing KV blocks to a disk")
             try:
                 yield self
-            except Exception as exc:  # which the group would wrap
-                error = exc
-            tasks.cancel_scope.cancel()
-        self._staging.close()
-        if error is not None:
-            try:
-                raise error
             finally:
-                error = None  # or it and this frame keep each other
+                self._staging.close()
 
     # ------------------------------------------------------------------ places
 

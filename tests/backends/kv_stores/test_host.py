@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Container, Sequence
 from itertools import takewhile
+from pathlib import Path
 from random import Random
 
 import anyio
@@ -93,6 +95,35 @@ async def test_memory_for_copies_to_a_device_is_pinned_off_the_event_loop(
             scope.cancel()
             await restore(store)
     assert not pinned
+
+
+def resident_bytes() -> int:
+    """The memory that the system has given to this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+async def test_memory_is_there_before_a_save_needs_it() -> None:
+    """New pages take many times as long to be written, and a swap would wait for them."""
+    before = resident_bytes()
+    async with HostKVStore("1 GiB"):
+        with anyio.fail_after(30):
+            while resident_bytes() < before + (120 << 20):  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+        await anyio.sleep(0.02)
+        assert resident_bytes() < before + (200 << 20), "no more than an eighth is taken ahead"
+
+
+async def test_memory_that_is_taken_ahead_keeps_what_is_written_to_it_meanwhile() -> None:
+    memory = Arena(1000 * PAGE_BYTES)
+    ahead = memory.lacking(100 * PAGE_BYTES)
+    blocks = [memory.allocate(PAGE_BYTES) for _ in range(50)]
+    data = memoryview(bytearray(pages(0, 50, PAGE_BYTES).data))
+    memory.write(blocks, data)
+    memory.populate(ahead)
+    out = memoryview(bytearray(len(data)))
+    memory.read(blocks, out, PAGE_BYTES)
+    assert out == data
+    assert memory.lacking(100 * PAGE_BYTES) == range(100, 150)
 
 
 async def test_pages_that_were_written_are_taken_before_new_ones() -> None:
