@@ -35,6 +35,7 @@ __all__ = [
     "reason_of",
     "reason_of_loss",
     "reason_of_silence",
+    "renew_engine",
 ]
 
 _ray: Any = import_module("ray")
@@ -168,6 +169,19 @@ async def end_actor(actor: Actor, what: str, *, end_s: float) -> None:
     if limit.cancelled_caught:
         log.warning("The actor of %s did not end in %g s and is killed.", what, end_s)
     await kill_actor(actor, what)
+
+
+async def renew_engine(actor: Actor, what: str, *, end_s: float, limit_s: float) -> bool:
+    """Have an `EngineActor` make its engine anew beside its store; false if it does not within `limit_s`."""
+    reason = f"it did not within {limit_s:g} s"
+    with anyio.move_on_after(limit_s):
+        try:
+            reason = str(await actor.renew.remote(end_s))
+        except RayError as exc:
+            reason = reason_of(exc)
+    if reason:
+        log.warning("The actor of %s did not make it anew: %s.", what, reason.rstrip("."))
+    return not reason
 
 
 async def kill_actor(actor: Actor, what: str) -> None:

@@ -22,11 +22,14 @@ from hotswap.backends.ray.cluster import (
     reason_of,
     reason_of_loss,
     reason_of_silence,
+    renew_engine,
 )
 from hotswap.backends.ray.host import EngineActor, EngineMaker, ServedEngine, StoreMaker
 from hotswap.backends.remote import RemoteEngine
 from hotswap.checks import check_callables, check_positive_seconds, check_strings
 from hotswap.errors import ConfigError, InstanceLost, MigrationAborted
+from hotswap.model import ModelCard
+from hotswap.store import WeightStore
 from hotswap.transport import Channel
 
 __all__ = ["NAMESPACE", "OWN_OPTIONS", "RayEngine"]
@@ -52,9 +55,10 @@ class RayEngine(RemoteEngine):
 
     When its process, its node or the link is lost, or says nothing for `silence_s`, the engine is LOST with
     the reason. `unload`, which a fleet calls, opens another link to an actor that lives, and has another
-    actor started for one that does not, and for one whose engine is LOST and does not come back by its own
-    `unload`. Everything else is as of `RemoteEngine`, whose `node` is the address
-    of the Ray node. Ray itself restarts and retries nothing.
+    actor started for one that does not. An engine that is LOST and does not come back by its own `unload` is
+    made anew in its actor, whose store keeps what it has; if it loads no model then, as where a device fails
+    for the whole process, another actor is started. Everything else is as of `RemoteEngine`, whose `node` is
+    the address of the Ray node. Ray itself restarts and retries nothing.
 
     Args:
         id: The instance's name; give the engine the same.
@@ -105,6 +109,7 @@ class RayEngine(RemoteEngine):
         self._place_s, self._end_s = start_s, end_s
         self._name = f"hotswap/{id}"
         self._is_found = False  # and was not made here
+        self._is_renewed = False  # in its actor, since it has loaded a model
         self._actor: Actor | None = None
         self._address: Address | None = None
 
@@ -122,6 +127,10 @@ class RayEngine(RemoteEngine):
     def pid(self) -> int | None:
         """The id of the actor's process, on its node; `None` while there is none."""
         return None if self._address is None else self._address.pid
+
+    async def load(self, model: ModelCard, store: WeightStore) -> None:
+        await super().load(model, store)
+        self._is_renewed = False
 
     async def start(self) -> None:
         """Have Ray start the actor, or find it; return once its engine is up. Entering the engine does so.
@@ -241,8 +250,14 @@ class RayEngine(RemoteEngine):
             await kill_actor(actor, f"engine {self.id!r}")
 
     async def _end_host(self, because: str) -> bool:
-        log.warning("The actor of engine %r is replaced: %s", self.id, because)
+        what, limit_s = f"engine {self.id!r}", self._end_s + self._place_s
         with anyio.CancelScope(shield=True):
+            if self._actor is not None and not self._is_renewed:
+                self._is_renewed = True
+                log.warning("Engine %r is made anew in its actor: %s", self.id, because)
+                if await renew_engine(self._actor, what, end_s=self._end_s, limit_s=limit_s):
+                    return True
+            log.warning("The actor of engine %r is replaced: %s", self.id, because)
             await self.stop()
         return True
 

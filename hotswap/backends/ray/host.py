@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import anyio
+from anyio.abc import TaskGroup
 
 from hotswap.backends.nodes import StoreHost
 from hotswap.backends.nodes.peers import peer_stores
@@ -131,14 +132,90 @@ class EngineActor(HostActor):
     def __init__(self, served: ServedEngine) -> None:
         super().__init__(f"Engine {served.id!r}")
         self._served = served
+        self._host: EngineHost | None = None
+        self._links: dict[anyio.CancelScope, anyio.Event] = {}  # to the engine, with their ends
+        self._leaving, self._left, self._up = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def renew(self, end_s: float) -> str:
+        """End the engine and make another one beside the same store.
+
+        Args:
+            end_s: The time that the engine has to end.
+
+        Returns:
+            Why there is no other one; "" if there is.
+        """
+        if self._stopping.is_set() or self._ended.is_set():
+            return "it has ended"
+        self._left, self._up = anyio.Event(), anyio.Event()
+        self._leaving.set()
+        with anyio.move_on_after(end_s):
+            await self._left.wait()
+        if not self._left.is_set():
+            return f"its engine did not end in {end_s:g} s"
+        await self._up.wait()
+        return "" if isinstance(self._address, Address) else str(self._address)
+
+    async def stop(self) -> None:
+        self._stopping.set()
+        self._leaving.set()
+        await super().stop()
 
     async def _serve(self) -> None:
+        served, store = self._served, self._served.make_store()
+        first = served.make_engine()
+        try:
+            async with store, anyio.create_task_group() as tasks:
+                await self._serve_engine(first, store, tasks)
+                while not self._stopping.is_set():
+                    await self._serve_engine(served.make_engine(), store, None)
+        except ExceptionGroup as errors:
+            raise _first_in(errors) from errors
+        finally:
+            self._left.set()
+            self._up.set()
+
+    async def _serve_engine(self, engine: Engine, store: WeightStore, tasks: TaskGroup | None) -> None:
+        """Have an engine until `renew` or `stop` is called; its links have ended then.
+
+        Args:
+            engine: The engine.
+            store: What it reads.
+            tasks: Where links are served from now on; `None` if they are already.
+        """
         served = self._served
-        store, engine = served.make_store(), served.make_engine()
-        async with store, engine:
-            host = EngineHost(engine, store, silence_s=served.silence_s)
-            host.peers = _ActorPeers(served.actor, served.namespace)
-            await self._serve_links(host.serve, store, served.actor, served.namespace)
+        async with engine:
+            self._host = EngineHost(engine, store, silence_s=served.silence_s)
+            self._host.peers = _ActorPeers(served.actor, served.namespace)
+            if tasks is not None:
+                tasks.start_soon(self._serve_links, self._link, store, served.actor, served.namespace)
+            self._up.set()
+            await self._leaving.wait()
+            self._leaving, self._host = anyio.Event(), None
+            links = list(self._links.items())
+            for scope, _ in links:
+                scope.cancel()
+            for _, ended in links:
+                await ended.wait()
+        self._left.set()
+
+    async def _link(self, channel: Channel) -> None:
+        """Serve a link to the engine of now, or the one to come."""
+        await self._up.wait()
+        scope, ended = anyio.CancelScope(), anyio.Event()
+        self._links[scope] = ended
+        try:
+            with scope:
+                if self._host is not None:
+                    await self._host.serve(channel)
+        finally:
+            del self._links[scope]
+            ended.set()
+
+
+def _first_in(errors: ExceptionGroup[Exception]) -> Exception:
+    first = errors.exceptions[0]
+    return _first_in(cast("ExceptionGroup[Exception]", first)) if isinstance(first, ExceptionGroup) else first
 
 
 class _ActorPeers(PeerLinks):

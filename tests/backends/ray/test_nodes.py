@@ -12,6 +12,7 @@ from anyio import to_thread
 
 from hotswap import FleetView, InstanceState, Model, ModelId
 from hotswap.abc import ModelCard, SupportsPrefetch, WeightStore
+from hotswap.backends.nodes import LinkedStore
 from hotswap.backends.ray import RayEngine, RayEngines
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError, InstanceLost
@@ -161,16 +162,23 @@ async def test_a_cancelled_start_leaves_an_actor_alone_that_was_there_before(clu
         await first.stop()
 
 
-async def test_an_engine_that_cannot_come_back_is_made_anew_in_another_actor(cluster: LocalCluster) -> None:
+async def test_an_engine_that_cannot_come_back_is_made_anew_beside_its_store_and_then_in_another_actor(
+    cluster: LocalCluster,
+) -> None:
     async with RayEngine("e0", _Doomed, sim_store) as engine:
-        old, store = engine.pid, sim_store()
+        first, store = engine.pid, sim_store()
+        async with LinkedStore("of e0", engine.open_store_channel) as node:
+            await node.prefetch(ModelId("a"))
         card = ModelCard.of(Model("a"), await store.manifest(ModelId("a")))
-        with pytest.raises(InstanceLost, match="its device fails"):
-            await engine.load(card, store)
-        assert engine.status().lost_because == "its device fails"
-        await engine.unload()
-        assert engine.status().state is InstanceState.EMPTY
-        assert engine.pid != old
+        for is_renewed in (True, False):
+            with pytest.raises(InstanceLost, match="its device fails"):
+                await engine.load(card, store)
+            assert engine.status().lost_because == "its device fails"
+            await engine.unload()
+            assert engine.status().state is InstanceState.EMPTY
+            assert (engine.pid == first) is is_renewed
+            async with LinkedStore("of e0", engine.open_store_channel) as node:
+                assert ("host" in {of.tier for of in node.view().residency if of.model == "a"}) is is_renewed
 
 
 async def test_a_placement_group_spreads_engines_over_nodes(cluster: LocalCluster) -> None:
