@@ -139,6 +139,8 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         f"{_LINEAR}:ReplicatedLinear": ("input_size", "output_size", *_LINEAR_ARGUMENTS),
         f"{_LINEAR}:MergedColumnParallelLinear": ("input_size", "output_sizes", *_LINEAR_ARGUMENTS),
+        f"{_LINEAR}:LinearBase": (),
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
         f"{_LINEAR}:LinearMethodBase.process_weights_after_loading": ("layer",),
         "vllm.model_executor.layers.fused_moe.layer:FusedMoEFactory": (
             *("num_experts", "top_k", "hidden_size", "intermediate_size"),

@@ -190,11 +190,22 @@ async def test_what_vllm_cannot_read_is_refused_while_the_old_model_serves(kind:
             await fleet.swap("e0", to="m")
 
 
-async def test_a_checkpoint_without_a_weight_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lacking"),
+    [
+        ("unquantised", "model.norm"),
+        ("unquantised", "model.embed_tokens"),
+        ("unquantised", "model.layers.1.mlp.down_proj"),
+        ("unquantised", "model.layers.1.self_attn.q_proj"),
+        ("compressed-tensors int4", "model.layers.1.mlp.down_proj"),
+    ],
+)
+async def test_a_checkpoint_without_a_weight_is_refused(kind: str, lacking: str, tmp_path: Path) -> None:
     """vLLM would compute with what it has made in its place."""
-    source = write(tmp_path / "source", "unquantised")
+    source = write(tmp_path / "source", kind)
     tensors = load_file(source / "model.safetensors")
-    del tensors["model.norm.weight"]
+    for name in [name for name in tensors if name.startswith(f"{lacking}.")]:
+        del tensors[name]
     save_file(tensors, source / "model.safetensors")
     convert(source, tmp_path / "root", model_id="m", layout="checkpoint")
     async with NvmeStore(tmp_path / "root") as store, make_engine() as engine:

@@ -23,6 +23,7 @@ from hotswap.backends.memory import can_pin, pin, unpin
 from hotswap.backends.vllm.inside import grammar, resume, sampling
 from hotswap.backends.vllm.inside.blocks import patch_cores
 from hotswap.backends.vllm.inside.connector import HotswapConnector
+from hotswap.backends.vllm.inside.filled import check_filled, mark_unfilled
 from hotswap.backends.vllm.inside.pages import Pages
 from hotswap.backends.vllm.names import named
 
@@ -151,10 +152,13 @@ def _make_loader() -> type:
             """Do nothing: the weights are here."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            with staged_tensors(Path(self.load_config.model_loader_extra_config["index"])) as tensors:
+            index = Path(self.load_config.model_loader_extra_config["index"])
+            mark_unfilled(model)
+            with staged_tensors(index) as tensors:
                 loaded = model.load_weights(tensors)
             if loaded is not None:  # some models of vLLM do not tell
                 check(self, model, set(loaded))
+            check_filled(model, loaded)
 
     return HotswapLoader
 
