@@ -21,17 +21,14 @@ from hotswap.backends.adapter_accounting import Held
 from hotswap.backends.grammar_check import GrammarCheck
 from hotswap.backends.layouts import require_modules
 from hotswap.backends.life import Life
-from hotswap.backends.notifier import Observed, StatusNotifier
-from hotswap.backends.servable import check_servable
+from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.manager import AdapterManager
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.admission import to_sequence
-from hotswap.backends.torch.constraints import Compilers, Constraints
-from hotswap.backends.torch.forward import Forward, LocalForward
+from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.migration import (
-    MigrationContext,
     TorchKVSink,
     TorchKVSource,
     aborted,
@@ -40,10 +37,11 @@ from hotswap.backends.torch.migration import (
     list_cached,
 )
 from hotswap.backends.torch.modeling import SkeletonCache
+from hotswap.backends.torch.models import Models
 from hotswap.backends.torch.parallel.nodes import StageNode
 from hotswap.backends.torch.placement import make_loader
 from hotswap.backends.torch.prefix import root_key
-from hotswap.backends.torch.runner import Report, Runner
+from hotswap.backends.torch.runner import Report
 from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
@@ -53,7 +51,7 @@ from hotswap.errors import ConfigError, InstanceError, InstanceLost, RequestEvic
 from hotswap.hardware import parse_bytes
 from hotswap.migration import CachedKV, KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
-from hotswap.request import AdapterId, ModelId, Request, RequestId
+from hotswap.request import AdapterId, Request, RequestId
 from hotswap.store import WeightStore
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.view import EngineStatus, InstanceId, InstanceState
@@ -67,36 +65,6 @@ _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.SERVING,
     InstanceState.DRAINING,
 )
-
-_UNSUPPORTED = ("bad_words",)
-
-
-class _Models:
-    """The models that an engine has loaded.
-
-    Args:
-        notifier: Notified when a model is loaded or released.
-
-    Attributes:
-        serving: The model that serves, or that is being unloaded.
-        staged: The preloaded model.
-        is_staging: Whether a preload is running.
-        num_blocks: The KV blocks of the serving model.
-        cache_bytes: The memory of those blocks.
-        constraints: Compiles the grammars of requests for the serving model.
-        migration: The context of KV migrations; `None` if the KV blocks of the model cannot migrate.
-    """
-
-    serving = Observed[LoadedModel | None](lambda models: models.notifier.state_changed())
-    staged = Observed[LoadedModel | None](lambda models: models.notifier.state_changed())
-
-    def __init__(self, notifier: StatusNotifier) -> None:
-        self.notifier = notifier
-        self.serving = self.staged = None
-        self.is_staging = False
-        self.num_blocks = self.cache_bytes = 0
-        self.migration: MigrationContext | None = None
-        self.constraints: Constraints | None = None
 
 
 class TorchEngine(Engine):
@@ -227,10 +195,10 @@ class TorchEngine(Engine):
             size_bytes=parse_bytes(adapter_bytes, "adapter_bytes"),
             notifier=self._notifier,
         )
-        self._compilers, self._grammars = Compilers(), GrammarCheck()
+        self._grammars = GrammarCheck()
         self._worker: Worker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._models, self._num_loads = _Models(self._notifier), 0
+        self._models = Models(self.id, self._loader, self._adapters, settings, self._life)
         self._streams = Streams(self._notifier)
         self._report = Report()
         self._detached = anyio.Event()
@@ -257,7 +225,7 @@ class TorchEngine(Engine):
         self._life.require(_EMPTY, "load")
         self._life.state = _LOADING
         try:
-            loaded, forward = await self._life.unless_lost(self._load_and_open(model, store))
+            loaded, forward = await self._life.unless_lost(self._models.load(model, store))
         except BaseException:
             if self._life.state is _LOADING:
                 self._life.state = _EMPTY
@@ -278,33 +246,14 @@ class TorchEngine(Engine):
         require_modules(model.id, model)
 
     def can_preload(self, model: ModelCard) -> bool:
-        used_bytes = self._used_bytes - (self._models.staged.own_bytes if self._models.staged else 0)
-        return self._loader.can_preload and used_bytes + model.weight_bytes <= self._loader.memory_bytes
+        return self._models.can_preload(model)
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:
-        if self._models.staged is not None and self._models.staged.card == model:
-            return await checkpoint()
-        self._life.require(_SERVING, "preload")
-        if not self._loader.can_preload:
-            raise InstanceError(
-                f"Engine {self.id!r} has several ranks, which load one model at a time; unload it first."
-            )
-        if self._models.is_staging:
-            raise InstanceError(f"Engine {self.id!r} is preloading already; cancel that first.")
-        await self._drop_staged()
-        self._models.is_staging = True
-        try:
-            staged = await self._life.unless_lost(self._stage(model, store))
-        finally:
-            self._models.is_staging = False
-            if self._worker is not None:
-                self._worker.retry_background_work()
-        self._models.staged = staged
-        return None
+        await self._models.preload(model, store, self._worker)
 
     async def drop_preload(self) -> None:
         await checkpoint()
-        await self._drop_staged()
+        await self._models.drop_preload(self._worker)
 
     # ------------------------------------------------------------------ adapters
 
@@ -325,7 +274,7 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        constraint = await self._compile(request) if request.sampling.has_grammar else None
+        constraint = await self._models.compile(request) if request.sampling.has_grammar else None
         ticket, tokens, adapter = self._admit(request, constraint)
         try:
             yield tokens
@@ -350,7 +299,7 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
-        context, found = self._migration_context(), self._streams.find(request)
+        context, found = self._models.migration_context(), self._streams.find(request)
         if found is None:
             raise aborted("export", f"engine {self.id!r} has no request {request!r}")
         ticket, exported = found
@@ -361,9 +310,9 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
-        context = self._migration_context()
-        if self._life.state is not _SERVING or self._model != request.model:
-            raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with {self._model!r}")
+        context = self._models.migration_context()
+        if self._life.state is not _SERVING or self._models.name != request.model:
+            raise aborted("reserve", f"engine {self.id!r} is {self._life.state} with {self._models.name!r}")
         adapter = self._adapters.use(request.adapter)
         try:
             slot = adapter.place if adapter else None
@@ -374,7 +323,7 @@ class TorchEngine(Engine):
                 adapter.num_users -= 1
 
     async def cached_kv(self) -> Sequence[CachedKV]:
-        context, model = self._migration_context(), self._model
+        context, model = self._models.migration_context(), self._models.name
         if model is None:
             raise aborted("export", f"engine {self.id!r} serves no model")
         roots: dict[bytes, AdapterId | None] = {
@@ -402,7 +351,7 @@ class TorchEngine(Engine):
         return EngineStatus(
             id=self.id,
             state=self._life.state,
-            model=self._model,
+            model=self._models.name,
             num_running=running,
             num_waiting=len(self._streams) - running,
             num_prefill_tokens=self._num_prefill_tokens() if self._streams else 0,
@@ -462,52 +411,9 @@ class TorchEngine(Engine):
 
     # ------------------------------------------------------------------ loading
 
-    async def _load_and_open(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, Forward]:
-        await checkpoint()
-        loaded, self._models.staged = self._models.staged, None
-        if loaded is not None and loaded.card.id != model.id:
-            await loaded.release()
-            loaded = None
-        if loaded is None:
-            loaded = await self._load(model, store)
-        try:
-            forward = await loaded.open(self._kv)
-            self._life.refuse_if_lost()
-        except BaseException:
-            await loaded.release()
-            raise
-        return loaded, forward
-
-    async def _load(self, model: ModelCard, store: WeightStore) -> LoadedModel:
-        loaded = await self._loader.load(model, store, others_bytes=self._models.cache_bytes)
-        if self._life.is_lost:
-            await loaded.release()
-        self._life.refuse_if_lost()
-        return loaded
-
-    async def _stage(self, model: ModelCard, store: WeightStore) -> LoadedModel:
-        loaded = await self._load(model, store)
-        try:
-            if not self._running_worker.others_step:  # otherwise it is packed between steps, once it serves
-                await loaded.pack()
-            self._life.refuse_if_lost()
-        except BaseException:
-            await loaded.release()
-            raise
-        return loaded
-
     def _serve(self, loaded: LoadedModel, forward: Forward, store: WeightStore) -> None:
-        self._num_loads += 1
-        runner = Runner(forward, self._settings.make_batcher(forward), self._settings.make_budget())
-        self._models.serving, self._models.num_blocks, self._models.cache_bytes = (
-            loaded,
-            forward.num_blocks,
-            forward.size_bytes,
-        )
-        self._models.migration = self._make_migration_context(loaded, forward, runner)
-        self._models.constraints = Constraints(loaded, store, self._compilers)
+        runner = self._models.serve(loaded, forward, store, self._running_worker, self._post)
         self._report = runner.report()
-        self._adapters.serve(loaded.card.id, loaded.targets())
         self._running_worker.attach(runner)
         self._life.state = _SERVING
 
@@ -550,99 +456,29 @@ class TorchEngine(Engine):
         if worker is not None:
             worker.stop()
             await run_in_thread(worker.join)
-        await self._drop_staged()
+        await self._models.drop_preload(self._worker)
         await self._release_serving()
         await self._loader.stop()
 
     async def _release_serving(self) -> None:
-        await self._adapters.forget()
-        if self._models.serving is not None:
-            await self._models.serving.release()
-        self._models.serving, self._report = None, Report()
-        self._models.num_blocks = self._models.cache_bytes = 0
-        self._models.migration = self._models.constraints = None
-
-    async def _drop_staged(self) -> None:
-        staged, self._models.staged = self._models.staged, None
-        if staged is not None:
-            await staged.release()
-            if self._worker is not None:
-                self._worker.retry_background_work()
+        await self._models.release()
+        self._report = Report()
 
     # ------------------------------------------------------------------ streams
-
-    async def _compile(self, request: Request) -> Constraint | None:
-        """Return the state of a request's grammar, before it is admitted."""
-        self._check(request)
-        if (constraints := self._models.constraints) is None:
-            return None
-        constraint = await constraints.compile(request)
-        self._check(request)
-        if constraints is not self._models.constraints:
-            raise RequestEvicted(
-                f"Engine {self.id!r} was loaded anew while it compiled the grammar of {request.id!r}; send "
-                "it again."
-            )
-        return constraint
-
-    def _check(self, request: Request) -> LoadedModel:
-        """Return the model that serves a request, or refuse the request."""
-        self._life.refuse_if_lost()
-        model = self._models.serving
-        if model is None or self._life.state is not _SERVING or model.card.id != request.model:
-            raise RequestEvicted(
-                f"Engine {self.id!r} is {self._life.state} with model {self._model!r} and admits no request "
-                f"for {request.model!r}; send it to another engine."
-            )
-        check_servable(
-            request,
-            model.card.id,
-            context=model.context,
-            vocabulary=model.vocabulary,
-            kv_tokens=self._models.num_blocks * self._kv.block_tokens,
-            unsupported=_UNSUPPORTED,
-        )
-        return model
 
     def _admit(
         self, request: Request, constraint: Constraint | None
     ) -> tuple[int, TokenQueue, Held[AdapterSlot] | None]:
-        model = self._check(request)
+        model = self._models.check(request)
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
         slot = adapter.place if adapter else None
         keys_of = self._models.migration.keys_of if self._models.migration is not None else None
         sequence = to_sequence(
-            request, ticket, model, slot, epoch=self._num_loads, constraint=constraint, keys_of=keys_of
+            request, ticket, model, slot, epoch=self._models.num_loads, constraint=constraint, keys_of=keys_of
         )
         self._running_worker.add(sequence)
         return ticket, tokens, adapter
-
-    def _make_migration_context(
-        self, model: LoadedModel, forward: Forward, runner: Runner
-    ) -> MigrationContext | None:
-        if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
-            return None
-        return MigrationContext(
-            life=self._life,
-            worker=self._running_worker,
-            runner=runner,
-            post=self._post,
-            cache=forward.cache,
-            weights=f"{model.fingerprint} {self._settings.invariant}",
-            epoch=self._num_loads,
-            current=lambda: self._models.migration,
-        )
-
-    def _migration_context(self) -> MigrationContext:
-        self._life.refuse_if_lost()
-        if self._models.migration is None:
-            raise aborted(
-                "export",
-                f"the KV blocks of engine {self.id!r} cannot move: that takes a model of one rank, prefix "
-                "reuse, and a store with checksums",
-            )
-        return self._models.migration
 
     def _end_stream(self, ticket: int) -> bool:
         error = RequestEvicted(f"Engine {self.id!r} ended a request that continues on another engine.")
@@ -689,11 +525,3 @@ class TorchEngine(Engine):
     def _running_worker(self) -> Worker:
         assert self._worker is not None, "the engine was entered"
         return self._worker
-
-    @property
-    def _model(self) -> ModelId | None:
-        return self._models.serving.card.id if self._models.serving and not self._life.is_lost else None
-
-    @property
-    def _used_bytes(self) -> int:
-        return self._loader.weight_bytes + self._models.cache_bytes

@@ -79,7 +79,7 @@ async def test_a_request_continues_after_its_stop_was_cancelled_during_a_step(
 async def test_announced_keys_are_used_for_the_announced_request_only(store: DictStore) -> None:
     """Another request could otherwise get blocks of other tokens, or of another adapter."""
     async with serving(store) as engine:
-        context, request = engine._migration_context(), ask(prompt_tokens=100)
+        context, request = engine._models.migration_context(), ask(prompt_tokens=100)
         async with engine.import_kv(request):
             root = root_key(context.epoch)
             assert len(context.keys_of(request, root)) == 100 // engine.status().kv_block_tokens

@@ -1,0 +1,235 @@
+"""`Models`: the model that an engine serves, and the one that it has preloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from anyio.lowlevel import checkpoint
+
+from hotswap.backends.life import Life
+from hotswap.backends.notifier import Observed
+from hotswap.backends.servable import check_servable
+from hotswap.backends.torch.adapters.manager import AdapterManager
+from hotswap.backends.torch.constraints import Compilers, Constraints
+from hotswap.backends.torch.forward import Forward, LocalForward
+from hotswap.backends.torch.loading import LoadedModel, Loader
+from hotswap.backends.torch.masks import Constraint
+from hotswap.backends.torch.migration import MigrationContext, aborted
+from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.settings import Settings
+from hotswap.backends.torch.worker import Worker
+from hotswap.errors import InstanceError, RequestEvicted
+from hotswap.model import ModelCard
+from hotswap.request import ModelId, Request
+from hotswap.store import WeightStore
+from hotswap.view import InstanceId, InstanceState
+
+__all__ = ["Models"]
+
+_UNSUPPORTED = ("bad_words",)
+
+
+class Models:
+    """Loads, preloads and releases the models of one engine; belongs to its event loop.
+
+    Args:
+        engine: The engine's name, for errors.
+        loader: Reads weights, and has their memory.
+        adapters: Those of the serving model.
+        settings: The engine's.
+        life: Ends every wait when the engine is lost; its notifier is told of models that come and go.
+
+    Attributes:
+        serving: The model that serves, or that is being unloaded.
+        staged: The preloaded model.
+        num_loads: How many models have served.
+        num_blocks: The KV blocks of the serving model.
+        cache_bytes: The memory of those blocks.
+        constraints: Compiles the grammars of requests for the serving model.
+        migration: The context of KV migrations; `None` if the KV blocks of the model cannot migrate.
+    """
+
+    serving = Observed[LoadedModel | None](lambda models: models.life.notifier.state_changed())
+    staged = Observed[LoadedModel | None](lambda models: models.life.notifier.state_changed())
+
+    def __init__(
+        self, engine: InstanceId, loader: Loader, adapters: AdapterManager, settings: Settings, life: Life
+    ) -> None:
+        self.life = life
+        self.serving = self.staged = None
+        self.num_loads = self.num_blocks = self.cache_bytes = 0
+        self.migration: MigrationContext | None = None
+        self.constraints: Constraints | None = None
+        self._engine, self._loader, self._adapters, self._settings = engine, loader, adapters, settings
+        self._compilers = Compilers()
+        self._is_staging = False
+
+    @property
+    def name(self) -> ModelId | None:
+        """The model that serves; `None` without one, and while the engine is lost."""
+        return self.serving.card.id if self.serving and not self.life.is_lost else None
+
+    # ------------------------------------------------------------------ loads
+
+    async def load(self, model: ModelCard, store: WeightStore) -> tuple[LoadedModel, Forward]:
+        """Return a model and what computes with it: the preloaded one, or a new one. `serve` follows."""
+        await checkpoint()
+        loaded, self.staged = self.staged, None
+        if loaded is not None and loaded.card.id != model.id:
+            await loaded.release()
+            loaded = None
+        if loaded is None:
+            loaded = await self._load(model, store)
+        try:
+            forward = await loaded.open(self._settings.kv)
+            self.life.refuse_if_lost()
+        except BaseException:
+            await loaded.release()
+            raise
+        return loaded, forward
+
+    def serve(
+        self,
+        loaded: LoadedModel,
+        forward: Forward,
+        store: WeightStore,
+        worker: Worker,
+        post: Callable[..., None],
+    ) -> Runner:
+        """Serve a model that was loaded; return its runner, which `worker` is to run."""
+        self.num_loads += 1
+        runner = Runner(forward, self._settings.make_batcher(forward), self._settings.make_budget())
+        self.serving, self.num_blocks, self.cache_bytes = loaded, forward.num_blocks, forward.size_bytes
+        self.migration = self._make_migration_context(loaded, forward, runner, worker, post)
+        self.constraints = Constraints(loaded, store, self._compilers)
+        self._adapters.serve(loaded.card.id, loaded.targets())
+        return runner
+
+    async def release(self) -> None:
+        """Release the model that serves, with its adapters."""
+        await self._adapters.forget()
+        if self.serving is not None:
+            await self.serving.release()
+        self.serving = None
+        self.num_blocks = self.cache_bytes = 0
+        self.migration = self.constraints = None
+
+    # ------------------------------------------------------------------ preloads
+
+    def can_preload(self, model: ModelCard) -> bool:
+        """Whether a model fits beside the one that serves."""
+        used_bytes = self._loader.weight_bytes + self.cache_bytes
+        used_bytes -= self.staged.own_bytes if self.staged else 0
+        return self._loader.can_preload and used_bytes + model.weight_bytes <= self._loader.memory_bytes
+
+    async def preload(self, model: ModelCard, store: WeightStore, worker: Worker | None) -> None:
+        """See `SupportsPreload`; `worker` is the engine's thread, which has background work."""
+        if self.staged is not None and self.staged.card == model:
+            return await checkpoint()
+        self.life.require(InstanceState.SERVING, "preload")
+        assert worker is not None, "the engine serves"
+        if not self._loader.can_preload:
+            raise InstanceError(
+                f"Engine {self._engine!r} has several ranks, which load one model at a time; unload it first."
+            )
+        if self._is_staging:
+            raise InstanceError(f"Engine {self._engine!r} is preloading already; cancel that first.")
+        await self.drop_preload(worker)
+        self._is_staging = True
+        try:
+            staged = await self.life.unless_lost(self._stage(model, store, worker))
+        finally:
+            self._is_staging = False
+            worker.retry_background_work()
+        self.staged = staged
+        return None
+
+    async def drop_preload(self, worker: Worker | None) -> None:
+        """Release the preloaded model, if there is one."""
+        staged, self.staged = self.staged, None
+        if staged is not None:
+            await staged.release()
+            if worker is not None:
+                worker.retry_background_work()
+
+    async def _load(self, model: ModelCard, store: WeightStore) -> LoadedModel:
+        loaded = await self._loader.load(model, store, others_bytes=self.cache_bytes)
+        if self.life.is_lost:
+            await loaded.release()
+        self.life.refuse_if_lost()
+        return loaded
+
+    async def _stage(self, model: ModelCard, store: WeightStore, worker: Worker) -> LoadedModel:
+        loaded = await self._load(model, store)
+        try:
+            if not worker.others_step:  # otherwise it is packed between steps, once it serves
+                await loaded.pack()
+            self.life.refuse_if_lost()
+        except BaseException:
+            await loaded.release()
+            raise
+        return loaded
+
+    # ------------------------------------------------------------------ requests
+
+    def check(self, request: Request) -> LoadedModel:
+        """Return the model that serves a request, or refuse the request."""
+        self.life.refuse_if_lost()
+        model, state = self.serving, self.life.state
+        if model is None or state is not InstanceState.SERVING or model.card.id != request.model:
+            raise RequestEvicted(
+                f"Engine {self._engine!r} is {state} with model {self.name!r} and admits no request "
+                f"for {request.model!r}; send it to another engine."
+            )
+        check_servable(
+            request,
+            model.card.id,
+            context=model.context,
+            vocabulary=model.vocabulary,
+            kv_tokens=self.num_blocks * self._settings.kv.block_tokens,
+            unsupported=_UNSUPPORTED,
+        )
+        return model
+
+    async def compile(self, request: Request) -> Constraint | None:
+        """Return the state of a request's grammar, before it is admitted."""
+        self.check(request)
+        if (constraints := self.constraints) is None:
+            return None
+        constraint = await constraints.compile(request)
+        self.check(request)
+        if constraints is not self.constraints:
+            raise RequestEvicted(
+                f"Engine {self._engine!r} was loaded anew while it compiled the grammar of {request.id!r}; "
+                "send it again."
+            )
+        return constraint
+
+    # ------------------------------------------------------------------ migration
+
+    def migration_context(self) -> MigrationContext:
+        """Return the context of KV migrations; raises `MigrationAborted` without one."""
+        self.life.refuse_if_lost()
+        if self.migration is None:
+            raise aborted(
+                "export",
+                f"the KV blocks of engine {self._engine!r} cannot move: that takes a model of one rank, "
+                "prefix reuse, and a store with checksums",
+            )
+        return self.migration
+
+    def _make_migration_context(
+        self, model: LoadedModel, forward: Forward, runner: Runner, worker: Worker, post: Callable[..., None]
+    ) -> MigrationContext | None:
+        if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
+            return None
+        return MigrationContext(
+            life=self.life,
+            worker=worker,
+            runner=runner,
+            post=post,
+            cache=forward.cache,
+            weights=f"{model.fingerprint} {self._settings.invariant}",
+            epoch=self.num_loads,
+            current=lambda: self.migration,
+        )
