@@ -212,8 +212,7 @@ async def serve_shared(
         task_status: Told when clients can connect.
 
     Raises:
-        ConfigError: other users may use the directory.
-        OSError: the path cannot be listened at.
+        ConfigError: other users may use the directory, or the path cannot be listened at.
     """
 
     async def opened(stream: SocketBytes) -> Channel:

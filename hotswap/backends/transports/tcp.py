@@ -100,8 +100,8 @@ async def serve_tcp(
         task_status: Gets the port.
 
     Raises:
-        ConfigError: the host is no loopback address, and there is no secret.
-        OSError: the address cannot be listened at.
+        ConfigError: the host is no loopback address, and there is no secret; or it cannot be listened at, as
+            where the port is in use.
     """
 
     async def opened(stream: SocketBytes) -> Channel:
@@ -174,7 +174,10 @@ async def _over_tls(stream: ByteStream, context: ssl.SSLContext) -> ByteStream:
 
 async def _listening(host: str, port: int, secret: LinkSecret | None) -> socket.socket:
     """Return a socket that listens at the first of a host's addresses."""
-    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as exc:
+        raise ConfigError(f"{host!r} is no address of this machine: {exc}. Name one that is.") from exc
     family, _, _, _, address = found[0]
     if secret is None and not ipaddress.ip_address(address[0]).is_loopback:
         raise ConfigError(
@@ -182,7 +185,13 @@ async def _listening(host: str, port: int, secret: LinkSecret | None) -> socket.
             "send KV blocks to the engine. Give serve_tcp and connect_tcp a `secret=LinkSecret(...)`, or "
             "listen on '127.0.0.1'."
         )
-    listener = socket.create_server(address, family=family, backlog=BACKLOG)
+    try:
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise ConfigError(
+            f"Port {port} of {host!r} cannot be listened at: {exc.strerror or exc}. Stop what listens there, "
+            "or choose another; port 0 takes a free one."
+        ) from exc
     listener.setblocking(False)
     return listener
 

@@ -39,8 +39,7 @@ def listening_at(path: str, backlog: int) -> Generator[socket.socket]:
     """Listen at a path, which is removed afterwards unless another process has taken it over.
 
     Raises:
-        ConfigError: other users may use the directory of the path.
-        OSError: the path cannot be listened at.
+        ConfigError: other users may use the directory of the path, or it cannot be listened at.
     """
     _private_directory(Path(path).absolute().parent)
     with suppress(FileNotFoundError):
@@ -48,7 +47,13 @@ def listening_at(path: str, backlog: int) -> Generator[socket.socket]:
             os.unlink(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.setblocking(False)
-        listener.bind(path)
+        try:
+            listener.bind(path)
+        except OSError as exc:
+            raise ConfigError(
+                f"{path!r} cannot be listened at: {exc.strerror or exc}. Remove what is there, or choose "
+                "another path; it may have 107 bytes."
+            ) from exc
         mine = os.stat(path).st_ino
         try:
             os.chmod(path, 0o600)  # no client can connect before `listen`

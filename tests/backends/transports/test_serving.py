@@ -16,8 +16,8 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
 from hotswap.abc import Channel
-from hotswap.backends.transports import connect_shared, connect_tcp, serve_shared, serve_tcp
-from hotswap.errors import InstanceLost, MigrationAborted
+from hotswap.backends.transports import LinkSecret, connect_shared, connect_tcp, serve_shared, serve_tcp
+from hotswap.errors import ConfigError, InstanceLost, MigrationAborted
 from tests.backends.transports.strangers import read_to_end
 
 KINDS = pytest.mark.parametrize("kind", ["shared", "tcp"])
@@ -145,6 +145,25 @@ async def test_a_path_is_taken_over_and_kept(tmp_path: Path) -> None:
 
 async def test_a_path_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("precious")
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(ConfigError, match=r"in use.*choose another path"):
         await serve_shared(Server("shared", tmp_path).handle, tmp_path / "s")
     assert (tmp_path / "s").read_text() == "precious"
+
+
+async def test_a_path_that_is_too_long_is_refused_with_what_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"too long.*107 bytes"):
+        await serve_shared(Server("shared", tmp_path).handle, tmp_path / ("s" * 120))
+
+
+async def test_a_port_in_use_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    handle = Server("tcp", tmp_path).handle
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"Port {port} .*in use.*port 0 takes a free one"):
+            await serve_tcp(handle, "127.0.0.1", port)
+
+
+async def test_an_address_of_another_machine_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    secret = LinkSecret(b"a secret of the tests alone")
+    with pytest.raises(ConfigError, match=r"'192\.0\.2\.1' cannot be listened at"):
+        await serve_tcp(Server("tcp", tmp_path).handle, "192.0.2.1", secret=secret)
