@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from hotswap import Sampling, telemetry
-from hotswap.config import read_config
+from hotswap.config import FleetConfig, read_config
 from hotswap.door import PrometheusMetrics
 from hotswap.offline.virtual_time import virtual_time
 from tests.house.tree import ROOT
@@ -126,3 +127,24 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         check=False,
     )
     assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_example_for_others_has_keys_for_clients_and_operators() -> None:
+    """Without either, what it opens is open to all that reach it."""
+    text = (ROOT / "docs/deploy.md").read_text("utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    door = FleetConfig.model_validate(tomllib.loads(example)).door
+    assert door.host == "0.0.0.0"
+    assert {key.admin for key in door.keys} == {False, True}
+    assert "127.0.0.1" in (door.hosts or ()), "the health check of the container calls it so"
+    # Secrets of the example are given to the container of the documentation, and of the file.
+    secrets = {Path(key.secret).name for key in door.keys}
+    for told in (text, (DEPLOY / "Containerfile").read_text("utf-8")):
+        (command,) = re.findall(r"podman run .*", told)
+        assert secrets == set(re.findall(r"--secret (\w+)", command))
+
+
+def test_the_unit_checks_a_file_before_it_is_read_again() -> None:
+    unit = (DEPLOY / "hotswap.service").read_text("utf-8")
+    check = re.findall(r"^ExecStartPre=(.*)$", unit, re.MULTILINE)
+    assert re.findall(r"^ExecReload=(.*)$", unit, re.MULTILINE) == [*check, "/bin/kill -HUP $MAINPID"]
