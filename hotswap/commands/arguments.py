@@ -21,10 +21,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `hotswap serve`."""
     parser.add_argument(
         "sources",
-        nargs="+",
+        nargs="*",
         metavar="SOURCE",
-        help="a file that describes a fleet (fleet.toml), or models: directories, GGUF files, or org/name of "
-        "the Hugging Face Hub",
+        help="a file that describes a fleet, or models: directories, GGUF files, or org/name of the Hugging "
+        "Face Hub (default: fleet.toml of the current directory)",
     )
     parser.add_argument("--host", help="the address to listen on (default: that of the file, or 127.0.0.1)")
     parser.add_argument("--port", type=int, help="the port (default: that of the file, or 8000)")

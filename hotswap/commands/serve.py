@@ -21,6 +21,8 @@ from hotswap.errors import ConfigError
 
 __all__ = ["serve"]
 
+# What is served if nothing is named.
+HERE = "fleet.toml"
 # On which the file is read again; Windows has none.
 RELOADS = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 
@@ -31,7 +33,7 @@ def serve(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: they name nothing that can be served.
     """
-    sources: list[str] = arguments.sources
+    sources: list[str] = arguments.sources or _file_here()
     files = [source for source in sources if source.endswith(".toml")]
     if files and len(sources) > 1:
         raise ConfigError(f"{files[0]} describes a whole fleet; give it alone.")
@@ -45,6 +47,21 @@ def serve(arguments: argparse.Namespace) -> None:
     anyio.run(_run, serving, backend_options=options)
     if serving.tracer_provider is not None:
         serving.tracer_provider.shutdown()  # sends what is left
+
+
+def _file_here() -> list[str]:
+    """Return the file of the current directory.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not Path(HERE).is_file():
+        raise ConfigError(
+            f"There is nothing to serve: no SOURCE was given, and this directory has no {HERE}. Give models, "
+            "as in `hotswap serve /models/llama` or `hotswap serve Qwen/Qwen3-0.6B`, or a file of a "
+            "fleet."
+        )
+    return [HERE]
 
 
 def _of_models(arguments: argparse.Namespace) -> FleetConfig:

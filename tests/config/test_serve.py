@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -139,3 +140,35 @@ def test_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_file_is_given_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "fleet.toml", "other"]) == 2
     assert "give it alone" in capsys.readouterr().err
+
+
+def test_without_a_source_the_file_of_the_directory_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve"]) == 2
+    assert "nothing to serve" in capsys.readouterr().err
+    (tmp_path / "fleet.toml").write_text(SIMULATED.replace("port", "prot"))
+    assert main(["serve"]) == 2
+    assert "door.prot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_a_port_that_there_is_not_ends_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], port: str
+) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(SIMULATED)
+    assert main(["serve", str(file), f"--port={port}"]) == 2
+    told = capsys.readouterr().err
+    assert f"port is {port}" in told
+    assert "hotswap serves" not in told
+
+
+def test_a_port_in_use_ends_by_a_plain_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(SIMULATED)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(file), f"--port={port}"]) == 2
+    assert f"127.0.0.1 port {port} cannot be listened on" in capsys.readouterr().err
