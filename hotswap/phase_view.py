@@ -22,3 +22,8 @@ class PhaseView:
     since_s: float
     loaded_bytes: int = 0
     total_bytes: int = 0
+
+    @property
+    def share(self) -> float:
+        """The part of the weights that has been read, from 0 to 1; 0 where there is nothing to read."""
+        return min(1.0, self.loaded_bytes / self.total_bytes) if self.total_bytes else 0.0

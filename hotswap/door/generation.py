@@ -351,6 +351,5 @@ def _progress(fleet: Fleet, name: Name) -> str:
     """Return what a request for a model waits for, as far as the fleet can tell."""
     for instance in fleet.view().replicas(name.id):
         if instance.swapping and (phase := instance.phase) is not None:
-            share = phase.loaded_bytes / phase.total_bytes if phase.total_bytes else 0.0
-            return f"loading {name.model}: {phase.name}, {share:.0%}"
+            return f"loading {name.model}: {phase.name}, {phase.share:.0%}"
     return f"waiting for {name.model}"

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotswap import FleetView, InstanceView, ModelId
+from hotswap import FleetView, ModelId
 from hotswap.door.errors import Refusal
 from hotswap.door.generation import Door
 from hotswap.door.keys import use_of
@@ -89,13 +89,10 @@ def load_status(model: ModelId, view: FleetView) -> dict[str, Any]:
     if view.serving(model):
         return {"value": "loaded"}
     if loading:
-        return {"value": "loading", "progress": max(map(_share, loading))}
+        return {
+            "value": "loading",
+            "progress": max(one.phase.share if one.phase is not None else 0.0 for one in loading),
+        }
     if any(instance.model == model for instance in view.instances):
         return {"value": "unloading"}
     return {"value": "failed" if view.model(model).num_failed_loads else "unloaded"}
-
-
-def _share(instance: InstanceView) -> float:
-    """The part of the model's bytes that its swap has read."""
-    phase = instance.phase
-    return 0.0 if phase is None or not phase.total_bytes else phase.loaded_bytes / phase.total_bytes

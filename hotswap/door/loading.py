@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -27,6 +28,8 @@ __all__ = [
     "UnloadAdapterBody",
 ]
 
+# A load that is under way is looked at so often at least.
+LOOK_S = 1.0
 _READY = (InstanceState.EMPTY, InstanceState.SERVING)
 
 
@@ -60,11 +63,18 @@ class ModelLoading:
         self._door = door
 
     async def load(self, request: Request) -> Response:
-        """Have a model served by one instance, unless one serves it: an empty one, or the least busy."""
+        """Have a model served by one instance, unless one serves it: an empty one, or the least busy.
+
+        A load of it that is under way is waited for; if that fails, the model is loaded by another.
+        """
         fleet, model = self._door.fleet, await self._model(request)
-        view = fleet.view()
-        if not view.serving(model) and not any(one.target == model for one in view.instances):
-            await fleet.swap(_place(view, model), to=model, reason="/models/load")
+        events = fleet.events()
+        while not (view := fleet.view()).serving(model):
+            if not any(one.target == model for one in view.instances):
+                await fleet.swap(_place(view, model), to=model, reason="/models/load")
+                break
+            with anyio.move_on_after(LOOK_S):  # a load that is refused before it begins is no event
+                await events.take()
         return _success()
 
     async def unload(self, request: Request) -> Response:
@@ -107,8 +117,7 @@ class ModelEvents(EventsEndpoint):
         if happened.kind == "swap_started" and model is not None:
             data = {"status": "loading"}
         elif happened.kind == "swap_progress" and (phase := happened.phase) is not None:
-            share = phase.loaded_bytes / phase.total_bytes if phase.total_bytes else 0.0
-            data = {"status": "loading", "progress": share}
+            data = {"status": "loading", "progress": phase.share}
         elif happened.kind == "swap_ended" and isinstance(record := happened.record, SwapRecord):
             is_loaded = model is not None and record.model_after == model
             data = {"status": "loaded" if is_loaded else "unloaded"}

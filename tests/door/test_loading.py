@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from hotswap import ModelId
 from hotswap.door import ApiKey, create_app
 from hotswap.offline.virtual_time import virtual_time
 from tests.door.support import Caller, client_of
@@ -45,7 +46,25 @@ async def test_models_are_loaded_and_unloaded_as_llama_cpp_does() -> None:
         loads = [("a", "loading"), ("a", "loaded"), ("b", "loading"), ("b", "loaded"), ("a", "unloaded")]
         assert changes == loads
         shares = [one["data"]["progress"] for one in events if one["event"] == "progress"]
+        assert shares
         assert all(0.0 <= share <= 1.0 for share in shares)
+
+
+@virtual_time
+async def test_a_load_is_answered_once_the_model_is_served_whatever_began_it() -> None:
+    async with sim_fleet("a", scheduler=Idle()) as fleet, client_of(create_app(fleet)) as client:
+        answered = list[int]()
+
+        async def load() -> None:
+            answer = await client.post("/models/load", json={"model": "a"})
+            assert fleet.view().serving(ModelId("a"))
+            answered.append(answer.status_code)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(load)
+        assert answered == [200, 200, 200]
+        assert len(fleet.swaps) == 1
 
 
 @virtual_time
