@@ -14,6 +14,7 @@ from hotswap.door import create_app
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.runtime.texts import ModelText
 from tests.door.support import Caller
+from tests.door.test_messages import WithTemplate
 from tests.runtime.support import Idle, idle, sim_fleet, store_of
 from tests.runtime.test_text import WithTokenizer
 
@@ -167,4 +168,38 @@ async def test_with_several_choices() -> None:
         await fleet.swap("e0", to="a")
         async with calling(fleet, stream=True, n=3, temperature=1.0) as caller:
             await caller.until(lambda: len(caller.sent) > 5)
+        await served(fleet)
+
+
+async def leaves_after(fleet: Fleet, path: str, body: dict[str, Any], num_writes: int) -> bool:
+    """Have a client leave after so many writes, or at the end; return whether that has come before."""
+    caller = Caller(create_app(fleet), path, body)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(caller)
+        await caller.until(lambda: len(caller.sent) >= num_writes or caller.ended.is_set())
+        has_ended = caller.ended.is_set()
+        caller.leave()
+        with anyio.fail_after(SOON_S):
+            await caller.ended.wait()
+    assert caller.sent[0]["status"] == 200
+    return has_ended
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@virtual_time
+async def test_after_every_write(path: str) -> None:
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}]}
+    prompt = {"/v1/completions": {"prompt": [1] * 8}, "/v1/responses": {"input": "ab"}}.get(path, said)
+    body = {"model": "a", "stream": True, "temperature": 0, most: 8, **prompt}
+    async with sim_fleet("a", store=WithTemplate(store_of("a")), scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        num_writes = 1
+        while not await leaves_after(fleet, path, body, num_writes):
+            await anyio.sleep(SOON_S)
+            assert not fleet.view().running
+            assert not fleet.view().waiting
+            idle(fleet)
+            num_writes += 1
+        assert num_writes > 4
         await served(fleet)
