@@ -68,11 +68,19 @@ class Door:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageTotal:
-    """The tokens of a request: of all its prompts, and of all its choices."""
+    """The tokens of a request, of all its prompts and of all its choices, and what has ended it.
+
+    Attributes:
+        prompt_tokens: Those of its prompts.
+        generated_tokens: Those of its choices.
+        reused_tokens: Those of its prompts that need not be computed.
+        stop: The stop string that ended its first choice; `None` if none did.
+    """
 
     prompt_tokens: int
     generated_tokens: int
     reused_tokens: int
+    stop: str | None = None
 
     @classmethod
     def of(cls, streams: Sequence[FleetStream], *, samples: int) -> UsageTotal:
@@ -83,6 +91,7 @@ class UsageTotal:
             prompt_tokens=sum(of[0].prompt_tokens for of in prompts),
             generated_tokens=sum(usage.generated_tokens for usage in usages),
             reused_tokens=sum(min(usage.reused_tokens for usage in of) for of in prompts),
+            stop=stop if streams and isinstance(stop := streams[0].matched_stop, str) else None,
         )
 
 

@@ -221,7 +221,7 @@ class MessagesAnswer(Answer):
         return b"".join(map(self._part, self._parser.push(text, last=self._finish is not None)))
 
     def end(self, usage: UsageTotal) -> bytes:
-        delta = {"stop_reason": self._reason(), "stop_sequence": None}
+        delta = {"stop_reason": self._reason(usage), "stop_sequence": usage.stop}
         told = {"type": "message_delta", "delta": delta, "usage": _usage(usage)}
         return (
             self._close()
@@ -239,7 +239,8 @@ class MessagesAnswer(Answer):
         return {
             **self._message(),
             "content": _blocks(parsed),
-            "stop_reason": self._reason(),
+            "stop_reason": self._reason(usage),
+            "stop_sequence": usage.stop,
             "usage": _usage(usage),
         }
 
@@ -253,9 +254,11 @@ class MessagesAnswer(Answer):
             "stop_sequence": None,
         }
 
-    def _reason(self) -> str:
+    def _reason(self, usage: UsageTotal) -> str:
         if self._finish == "length":
             return "max_tokens"
+        if usage.stop is not None:
+            return "stop_sequence"
         return "tool_use" if self._parser.num_calls else "end_turn"
 
     def _part(self, part: Part) -> bytes:

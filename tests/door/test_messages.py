@@ -125,6 +125,22 @@ async def test_errors_have_the_form_of_its_clients(body: dict[str, Any], status:
 
 
 @virtual_time
+async def test_a_stop_sequence_is_named() -> None:
+    async with door(Ascii()) as (fleet, client):
+        right = await fleet.generate("a", "cdab", Sampling(max_tokens=20))
+        stop = right.text[5:7]
+        body = asked(stop_sequences=["no such text", stop])
+        whole = (await client.post(PATH, json=body)).json()
+        assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
+        assert whole["content"][0]["text"] == right.text[: right.text.index(stop)]
+        told = events_of((await client.post(PATH, json={**body, "stream": True})).text)
+        (last,) = [value for name, value in told if name == "message_delta"]
+        assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        other = (await client.post(PATH, json=asked())).json()
+        assert other["stop_sequence"] is None
+
+
+@virtual_time
 async def test_calls_and_their_results_go_to_the_template() -> None:
     use = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "b"}]}
