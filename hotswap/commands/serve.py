@@ -58,8 +58,7 @@ def _file_here() -> list[str]:
     if not Path(HERE).is_file():
         raise ConfigError(
             f"There is nothing to serve: no SOURCE was given, and this directory has no {HERE}. Give models, "
-            "as in `hotswap serve /models/llama` or `hotswap serve Qwen/Qwen3-0.6B`, or a file of a "
-            "fleet."
+            "as in `hotswap serve /models/llama` or `hotswap serve Qwen/Qwen3-0.6B`, or a file of a fleet."
         )
     return [HERE]
 
