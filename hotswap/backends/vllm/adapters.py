@@ -53,6 +53,11 @@ class Adapters:
         """The adapters that are held."""
         return self._accounting.names
 
+    @property
+    def inside_names(self) -> dict[str, AdapterId]:
+        """The adapters that are held, by vLLM's names of them."""
+        return {lora.lora_name: name for name, lora in self._accounting.places.items()}
+
     def serve(self, model: ModelId, core: Core) -> None:
         """Hold adapters of `model` from now on."""
         self._accounting.serve(model)

@@ -26,6 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from hotswap.backends.vllm.directories import SHARED_MEMORY, CoreDirectory
 from hotswap.backends.vllm.inside import worker
+from hotswap.backends.vllm.inside.blocks import METHOD
 from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.backends.vllm.names import named
 from hotswap.backends.vllm.settings import Settings, StartMethod, choose_runner
@@ -68,6 +69,7 @@ class Core:
         llm: vLLM's own client.
         stats: The last report of its scheduler.
         weights: A fingerprint of its weights, which keeps prefix caches apart; empty while unknown.
+        kv_identity: Tells keys and values of its weights, and of its way of computing, from all others.
         died: Called on the event loop when its process has ended by itself, or vLLM's client of it.
         resumes: Whether requests that began elsewhere continue as if they had begun here; see `resume`.
         has_rules: Whether it samples by rules that vLLM itself has not; see `inside.sampling`.
@@ -82,7 +84,7 @@ class Core:
 
     def __init__(self, llm: Any, stats: Stats, directory: CoreDirectory, architecture: str) -> None:
         self.llm, self.stats = llm, stats
-        self.weights = ""
+        self.weights = self.kv_identity = ""
         self.resumes = self.has_rules = self.guides = True
         self.has_grammars = False
         self.grammar_ends: tuple[int, ...] = ()
@@ -203,6 +205,9 @@ class Core:
         if self.is_asleep:
             await self.call(self.llm.wake_up(), "wake up")
             self.is_asleep = False
+        if self.blocks is not None:  # what ended before was listed then, or is another engine's
+            forget = self.llm.engine_core.call_utility_async(METHOD, "forget_ended", [])
+            await self.call(forget, "forget requests that have ended")
         if self.weights == weights:
             return
         self.weights = ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -26,12 +27,13 @@ from hotswap.backends.vllm.migration import (
     aborted,
     lent_sink,
     lent_source,
+    list_cached,
 )
 from hotswap.backends.vllm.params import check_prompt_rows, no_grammar, sampling_params, unsupported
 from hotswap.backends.vllm.settings import Settings, StartMethod
 from hotswap.backends.vllm.streams import Stream, Streams
 from hotswap.errors import HotswapError, RequestEvicted
-from hotswap.migration import KVSink, KVSource
+from hotswap.migration import CachedKV, KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.store import WeightStore
@@ -39,6 +41,8 @@ from hotswap.stream import TokenStream
 from hotswap.view import EngineStatus, InstanceState
 
 __all__ = ["VllmEngine"]
+
+log = logging.getLogger("hotswap.vllm")
 
 _SERVING = InstanceState.SERVING
 
@@ -131,6 +135,7 @@ class VllmEngine(ExternalEngine):
         self._kv_tokens = dict[ModelId, int]()  # of models that vLLM has loaded, since it tells then
         self._streams = Streams(self._notifier)
         self._sinks: list[VllmKVSink] = []
+        self._has_said_that_tokens_move = False
         self._adapters = Adapters(
             self.id, most=max_adapters, max_rank=max_adapter_rank, notifier=self._notifier
         )
@@ -212,6 +217,12 @@ class VllmEngine(ExternalEngine):
         finally:
             if adapter is not None:
                 adapter.num_users -= 1
+
+    async def cached_kv(self) -> Sequence[CachedKV]:
+        context, card = self._migration("export"), self._card
+        if card is None:
+            raise aborted("export", f"engine {self.id!r} serves no model")
+        return await list_cached(context, card.id, self._adapters.inside_names)
 
     # ------------------------------------------------------------------ view
 
@@ -337,9 +348,22 @@ class VllmEngine(ExternalEngine):
         """Return the context of a KV source or sink."""
         self._life.refuse_if_lost()
         core = self._core
-        if core is None or core.blocks is None:
+        if core is None:
+            raise aborted(stage, f"engine {self.id!r} has no KV blocks that can move")
+        if core.blocks is None:
+            self._say_that_tokens_move()
             raise aborted(stage, f"engine {self.id!r} has no KV blocks that can move")
         return MigrationContext(self._life, core, core.blocks, lambda: self._core)
+
+    def _say_that_tokens_move(self) -> None:
+        if not self._has_said_that_tokens_move:
+            self._has_said_that_tokens_move = True
+            log.warning(
+                "Requests leave engine %r as tokens, which are computed again: its KV blocks cannot be "
+                "copied. It has another KV connector, a model that keeps more than keys and values, or a "
+                "vLLM that this version does not know.",
+                self.id,
+            )
 
     def _give_up(self, stream: Stream, core: Core) -> bool:
         evicted = RequestEvicted(f"Engine {self.id!r} gave {stream.request.id!r} away; it goes on elsewhere.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
+from uuid import uuid4
 
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from opentelemetry.trace import get_current_span
@@ -143,6 +145,7 @@ class Loader:
             await core.stop()
             raise
         core.grammar_ends, core.is_lent = staged.grammar_ends, staged.loan is not None
+        core.kv_identity = _kv_identity(staged, self._settings)
         core.weight_bytes = staged.manifest.buffer_bytes
         get_current_span().add_event(done)
         self._ready = core
@@ -151,6 +154,17 @@ class Loader:
         core, self._ready = self._ready, None
         if core is not None:
             await self.give_back(core)
+
+
+def _kv_identity(staged: Staged, settings: Settings) -> str:
+    """Return a hash of all that keys and values depend on beside tokens, adapter and layout.
+
+    Without checksums of the store it is of this load alone, as other weights may come under the same name.
+    """
+    sums = [shard.checksum for shard in staged.manifest.shards_of(0)]
+    weights = sums if all(sums) else [uuid4().hex]
+    parts = (weights, staged.manifest.config, staged.quantization, settings.dtype, settings.arguments)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _fingerprint(manifest: Manifest) -> str:

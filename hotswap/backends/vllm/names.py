@@ -179,6 +179,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks": ("num_blocks",),
         "vllm.v1.core.block_pool:BlockPool.free_blocks": ("ordered_blocks",),
         "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": (),
+        "vllm.v1.core.block_pool:BlockPool.get_cached_block": ("block_hash", "kv_cache_group_ids"),
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": (
             "request",
             "blocks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotswap.backends.vllm.inside.connector import Held, HotswapConnector
@@ -140,6 +140,45 @@ class BlockVerbs:
         """Return how many sinks hold blocks, how many requests are parked, and how many blocks are free."""
         free: int = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return [len(self._connector.held), len(self._parked), free]
+
+    # ------------------------------------------------------------------ requests that have ended
+
+    def list_ended(self, salt: str) -> list[Any]:
+        """Return the number, adapter and cached tokens of each request that ran with some weights."""
+        listed: list[Any] = []
+        for entry in self._connector.ended.latest(salt):
+            num_cached = len(self._cached(entry.hashes))
+            if num_cached:
+                num_tokens = num_cached * (len(entry.tokens) // len(entry.hashes))
+                listed.append([entry.id, entry.adapter, list(entry.tokens[:num_tokens])])
+        return listed
+
+    def save_ended(
+        self, ended: int, first: int, num_blocks: int, path: str, block_bytes: int, offsets: list[int]
+    ) -> bool | None:
+        """Write cached blocks of a request that has ended to a file; `None` if they are gone."""
+        entry = self._connector.ended.find(ended)
+        blocks = [] if entry is None else self._cached(entry.hashes[first : first + num_blocks])
+        if len(blocks) < num_blocks:
+            return None
+        # A block may be filled by a step that is under way: the workers take the copy after it.
+        self._executor.collective_rpc("hotswap_save", args=(blocks, path, block_bytes, offsets))
+        return True
+
+    def forget_ended(self) -> None:
+        """Forget the requests that have ended; the prefix cache keeps their blocks."""
+        self._connector.ended.clear()
+
+    def _cached(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks that the prefix cache has of these, up to the first that it has not."""
+        pool: Any = self._scheduler.kv_cache_manager.block_pool
+        blocks: list[int] = []
+        for each in hashes:
+            found = pool.get_cached_block(each, [0])
+            if not found:
+                break
+            blocks.append(found[0].block_id)
+        return blocks
 
     def _in_batch(self, request: str) -> Any | None:
         found = self._scheduler.requests.get(request)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hotswap.backends.vllm.inside.ended import Ended
 from hotswap.backends.vllm.inside.pages import Pages
 from hotswap.backends.vllm.inside.resume import carried_tokens
 from hotswap.backends.vllm.names import named
@@ -72,12 +73,14 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
 
     Attributes:
         held: The blocks of each sink; for the scheduler.
+        ended: Requests that have ended; for the scheduler.
         pages: The KV blocks of a worker; `None` where a cache is not made of blocks.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # pyright: ignore[reportUnknownMemberType]
         self.held: dict[str, Held] = {}
+        self.ended = Ended()
         self.pages: Pages | None = None
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._block_tokens = int(vllm_config.cache_config.block_size)
@@ -143,7 +146,8 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
         return _Copies(pairs=pairs)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        """Forget a request; vLLM frees its blocks."""
+        """Note that a request has ended; vLLM frees its blocks, and keeps full ones in its prefix cache."""
+        self.ended.note(request, self._block_tokens)
         self._arriving.pop(request.request_id, None)
         self._resumed.pop(request.request_id, None)
         return False, None

@@ -16,7 +16,7 @@ from hotswap.backends.vllm.inside.blocks import METHOD
 from hotswap.backends.vllm.inside.pages import BlockShape
 from hotswap.errors import MigrationAborted, UnsupportedModel
 from hotswap.migration import KVLayout
-from hotswap.request import Request
+from hotswap.request import AdapterId, ModelId, Request
 
 __all__ = ["PIECE_BYTES", "MigrationContext", "SharedPages", "aborted", "block_shape"]
 
@@ -59,15 +59,19 @@ class MigrationContext:
 
     def layout_for(self, request: Request) -> KVLayout:
         """Return the layout of the KV blocks of a request."""
+        return self.layout(request.model, request.adapter)
+
+    def layout(self, model: ModelId, adapter: AdapterId | None) -> KVLayout:
+        """Return the layout of the KV blocks of a model with an adapter."""
         tokens = self.core.block_tokens
         # Each attention backend has its own order of keys and values: one head, and the order in the name.
         layers = tuple(
             (1, prod(shape) // tokens, 0, f"{dtype} {shape}") for dtype, shape in self.shape.layers
         )
         return KVLayout(
-            model=request.model,
-            weights=f"vLLM {self.core.weights}",
-            adapter=request.adapter,
+            model=model,
+            weights=f"vLLM {self.core.kv_identity}",
+            adapter=adapter,
             block_tokens=tokens,
             layers=layers,
             block_bytes=self.shape.block_bytes,
