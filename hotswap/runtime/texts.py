@@ -224,7 +224,8 @@ class ModelText:
         tokenizer = self.tokenizer
 
         def render() -> str:
-            if isinstance(tokenizer, SupportsLiteralText):  # of which the first call reads the vocabulary
+            # The first call reads the vocabulary.
+            if tokenizer is not None and isinstance(tokenizer, SupportsLiteralText):
                 return tokenizer.guarding(template).render(chat)
             return template.render(chat)
 

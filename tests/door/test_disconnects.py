@@ -189,8 +189,12 @@ async def leaves_after(fleet: Fleet, path: str, body: dict[str, Any], num_writes
 @virtual_time
 async def test_after_every_write(path: str) -> None:
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    said: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}]}
-    prompt = {"/v1/completions": {"prompt": [1] * 8}, "/v1/responses": {"input": "ab"}}.get(path, said)
+    said = {"messages": [{"role": "user", "content": "ab"}]}
+    prompts: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": [1] * 8},
+        "/v1/responses": {"input": "ab"},
+    }
+    prompt = prompts.get(path, said)
     body = {"model": "a", "stream": True, "temperature": 0, most: 8, **prompt}
     async with sim_fleet("a", store=WithTemplate(store_of("a")), scheduler=Idle()) as fleet:
         await fleet.swap("e0", to="a")
