@@ -11,7 +11,7 @@ import anyio
 from pydantic import BaseModel
 from starlette.types import Receive, Scope
 
-from hotswap.door.errors import Refusal
+from hotswap.door.errors import RETRY_SOON, Refusal
 from hotswap.door.limits import Limits
 from hotswap.worker_threads import run_in_thread
 
@@ -42,7 +42,10 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     with anyio.move_on_after(limits.body_s):
         return await _read(receive, limits.body_bytes)
     raise Refusal(
-        408, f"The body did not come within {limits.body_s:g} s; send it at once.", "request_timeout"
+        408,
+        f"The body did not come within {limits.body_s:g} s; send it at once.",
+        "request_timeout",
+        headers=dict(RETRY_SOON),
     )
 
 

@@ -11,7 +11,10 @@ from pydantic import ValidationError
 from hotswap import errors
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest, PromptTooLong, QueueFull
 
-__all__ = ["ROWS", "Refusal", "Row", "invalid", "refusal_of"]
+__all__ = ["RETRY_SOON", "ROWS", "Refusal", "Row", "invalid", "is_retried", "refusal_of"]
+
+# Of what goes away by itself, within a time that cannot be told.
+RETRY_SOON = {"retry-after": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,9 @@ _NAMED = {"chat": "messages", "json_schema": "response_format"}
 class Refusal(Exception):
     """A request that is answered by an error: its status, its text, and what goes with it.
 
+    Clients of OpenAI's and Anthropic's try some statuses again by themselves. Such an answer says when to, by
+    `retry-after`, or is given `x-should-retry: false`, which they obey.
+
     Attributes:
         status: The status of HTTP.
         message: What happened and what to do, for people.
@@ -104,10 +110,19 @@ class Refusal(Exception):
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
+    def __post_init__(self) -> None:
+        if is_retried(self.status) and "retry-after" not in self.headers:
+            self.headers = {**self.headers, "x-should-retry": "false"}
+
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
         """The answer's body, in OpenAI's form."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def is_retried(status: int) -> bool:
+    """Whether clients of OpenAI's try again by themselves after a status, unless they are told not to."""
+    return status in (408, 409, 429) or status >= 500
 
 
 def invalid(param: str, message: str) -> Refusal:
@@ -160,8 +175,8 @@ def _param(row: Row, message: str) -> str | None:
 
 def _headers(row: Row, error: Exception) -> dict[str, str]:
     if not row.retry:
-        return {} if row.status < 500 and row.status != 409 else {"x-should-retry": "false"}
+        return {}
     if isinstance(error, QueueFull):
         milliseconds = max(1, round(error.retry_after_s * 1000))
         return {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
-    return {"retry-after": "1"}
+    return dict(RETRY_SOON)

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from hotswap import Adapter, FleetEvent, FleetView, InstanceId, InstanceState, ModelId, SwapRecord
 from hotswap.door.body import checked, read_body
-from hotswap.door.errors import Refusal, invalid
+from hotswap.door.errors import RETRY_SOON, Refusal, invalid
 from hotswap.door.generation import Door
 from hotswap.door.operators import EventsEndpoint
 from hotswap.door.protocol import Strict
@@ -99,7 +99,11 @@ def _place(view: FleetView, model: ModelId) -> InstanceId:
         if one.state in _READY and not one.swapping and not one.draining and model not in one.cooling_down
     ]
     if not free:
-        raise Refusal(409, f"No instance can take {model!r} now; see /admin/view.", "no_instance")
+        # Swaps end by themselves; what is drained, lost or has failed with the model takes an operator.
+        soon = dict(RETRY_SOON) if any(one.swapping for one in view.instances) else {}
+        raise Refusal(
+            409, f"No instance can take {model!r} now; see /admin/view.", "no_instance", headers=soon
+        )
     return min(free, key=lambda one: (one.model is not None, one.num_requests, one.last_used_s or 0.0)).id
 
 

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hotswap.door.errors import is_retried
 from hotswap.door.loading import LoadAdapterBody, ModelBody, UnloadAdapterBody
 from hotswap.door.messages import MessagesBody
 from hotswap.door.operators import (
@@ -230,6 +231,17 @@ _ANSWERS: dict[str, object] = {
 }
 
 
+# Of answers that clients try again by themselves: one of these says when, or that they need not.
+_RETRY_HEADERS = {
+    "retry-after": {"description": "Seconds after which to try again.", "schema": _WHOLE},
+    "retry-after-ms": {"description": "The same in milliseconds, where it is known.", "schema": _WHOLE},
+    "x-should-retry": {
+        "description": "Trying again is of no use; there is no retry-after then.",
+        "schema": {"const": "false"},
+    },
+}
+
+
 async def openapi(_: Request) -> Response:
     """Give the document."""
     return Response(_text(), media_type="application/json")
@@ -275,6 +287,8 @@ def _operation(path: str, described: Described) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status in sorted({401, 403, 405, 421, *described.statuses}):
         responses[str(status)] = {"description": "An error.", "content": errors}
+        if is_retried(status):
+            responses[str(status)]["headers"] = _RETRY_HEADERS
     if path == "/ready":
         not_ready = {"application/json": {"schema": _ref("AnyAnswer")}}
         responses["503"] = {"description": "Not ready, and why.", "content": not_ready}

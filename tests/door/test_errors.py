@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from hotswap import errors
-from hotswap.door.errors import ROWS, Refusal, refusal_of
+from hotswap.door.errors import ROWS, Refusal, is_retried, refusal_of
+from hotswap.door.openapi import document
 from hotswap.door.protocol import ChatBody
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest, QueueFull, ShardMissing
 
@@ -31,9 +32,11 @@ def test_every_error_has_a_row_of_its_own(error: type[HotswapError]) -> None:
     assert (refusal.status, refusal.code, refusal.kind) == (row.status, row.code, row.kind)
     assert (refusal.message == "What happened.") is not row.private
     # Clients of OpenAI's try again by themselves after these, unless they are told not to.
-    if refusal.status in (408, 409, 429) or refusal.status >= 500:
+    if is_retried(refusal.status):
         assert (refusal.headers.get("x-should-retry") == "false") is not row.retry
         assert ("retry-after" in refusal.headers) is row.retry
+    else:
+        assert refusal.headers == {}
 
 
 def test_the_table_has_no_row_too_many() -> None:
@@ -98,3 +101,20 @@ def test_a_field_that_is_wrong_is_named_by_its_place(body: str, param: str | Non
 def test_a_refusal_answers_as_it_is() -> None:
     refusal = Refusal(418, "I am a teapot.", "teapot")
     assert refusal_of(refusal) is refusal
+
+
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 501, 502, 503, 504])
+def test_a_refusal_says_when_to_try_again_or_that_it_is_of_no_use(status: int) -> None:
+    assert Refusal(status, "No.", "no").headers == {"x-should-retry": "false"}
+    assert Refusal(status, "No.", "no", headers={"retry-after": "1"}).headers == {"retry-after": "1"}
+
+
+def test_the_document_tells_the_headers_of_every_answer_that_is_tried_again() -> None:
+    paths = document()["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            for status, answer in operation["responses"].items():
+                told = set(answer.get("headers", ()))
+                wanted = {"retry-after", "retry-after-ms", "x-should-retry"}
+                is_probe = (path, status) == ("/ready", "503")  # no client of OpenAI's asks for it
+                assert told == (wanted if is_retried(int(status)) and not is_probe else set()), (path, status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,29 @@ async def test_a_load_is_answered_once_the_model_is_served_whatever_began_it() -
                 tasks.start_soon(load)
         assert answered == [200, 200, 200]
         assert len(fleet.swaps) == 1
+
+
+@virtual_time
+async def test_a_load_without_a_place_is_tried_again_only_if_a_swap_may_leave_one() -> None:
+    engines = [engine_of("e0")]
+    async with (
+        sim_fleet("a", "b", engines=engines, scheduler=Idle()) as fleet,
+        client_of(create_app(fleet)) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(partial(fleet.swap, "e0", to="a"))
+        while not fleet.view().instances[0].swapping:  # noqa: ASYNC110 - simulated time
+            await anyio.sleep(0.001)
+        soon = await client.post("/models/load", json={"model": "b"})
+        assert (soon.status_code, soon.json()["error"]["code"]) == (409, "no_instance")
+        assert soon.headers["retry-after"] == "1"
+        while fleet.view().instances[0].swapping:  # noqa: ASYNC110 - simulated time
+            await anyio.sleep(0.01)
+        await fleet.drain("e0")
+        never = await client.post("/models/load", json={"model": "b"})
+        assert never.status_code == 409
+        assert never.headers["x-should-retry"] == "false"
+        assert "retry-after" not in never.headers
 
 
 @virtual_time
