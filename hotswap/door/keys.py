@@ -45,7 +45,7 @@ class ApiKey:
         priority: The highest priority of its requests.
         requests: How many of them may be under way at once; `None` for any number.
         tokens_per_minute: How many tokens of prompts and answers they may have in a minute, a minute's worth
-            at once; `None` for any number.
+            at once; those that are only encoded or decoded count. `None` for any number.
     """
 
     secret: str = field(repr=False)

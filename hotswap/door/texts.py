@@ -20,7 +20,7 @@ __all__ = ["TextEndpoints"]
 
 
 class TextEndpoints:
-    """Texts to token ids, and back."""
+    """Texts to token ids, and back; a key spends as many tokens as there are, as for a prompt."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -51,6 +51,7 @@ class TextEndpoints:
         tokens = await models.encode(
             name.model, prompt, adapter=name.adapter, add_special_tokens=asked.add_special_tokens
         )
+        use_of(request.scope).spend(len(tokens))
         most = models.card(name.model).max_context_tokens
         answer = {"count": len(tokens), "max_model_len": most, "tokens": tokens}
         return Response(to_json(answer), media_type="application/json")
@@ -66,6 +67,7 @@ class TextEndpoints:
             adapter=name.adapter,
             skip_special_tokens=asked.skip_special_tokens,
         )
+        use_of(request.scope).spend(len(asked.tokens))
         return Response(to_json({"prompt": text}), media_type="application/json")
 
 

@@ -16,7 +16,8 @@ from hotswap.door.settings import Settings
 from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import virtual_time
 from tests.door.support import Caller, client_of
-from tests.runtime.support import Idle, models, sim_fleet
+from tests.runtime.support import Idle, models, sim_fleet, store_of
+from tests.runtime.test_text import WithTokenizer
 
 CLIENT = ApiKey(secret="client-secret", models=("a",), priority=1, requests=1)
 OPERATOR = ApiKey(secret="operator-secret", admin=True)
@@ -268,6 +269,21 @@ async def test_a_request_spends_the_tokens_of_its_prompts_however_it_ends() -> N
             body = {"model": "a", "prompt": [[1] * 100, [1] * 10**6], "max_tokens": 1}
             assert (await client.post("/v1/completions", json=body)).status_code == 400
             assert (await client.post("/v1/completions", json=body)).status_code == 429
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@virtual_time
+async def test_the_tokenizer_spends_a_key_s_tokens(path: str) -> None:
+    key = ApiKey(secret="client-secret", tokens_per_minute=60)
+    async with sim_fleet("a", store=WithTokenizer(store_of("a")), scheduler=Idle()) as fleet:
+        app = create_app(fleet, keys=(key,))
+        async with client_of(app, headers=bearer("client-secret")) as client:
+            body = {"model": "a"} | ({"prompt": "a" * 100} if path == "/tokenize" else {"tokens": [97] * 100})
+            assert (await client.post(path, json=body)).status_code == 200
+            refused = await client.post(path, json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+            await anyio.sleep(int(refused.headers["retry-after"]))
+            assert (await client.post(path, json=body)).status_code == 200
 
 
 @virtual_time
