@@ -47,6 +47,8 @@ def serve(arguments: argparse.Namespace) -> None:
     anyio.run(_run, serving, backend_options=options)
     if serving.tracer_provider is not None:
         serving.tracer_provider.shutdown()  # sends what is left
+    if serving.metrics is not None:
+        serving.metrics.shutdown()
 
 
 def _file_here() -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.applications import Starlette
 
 from hotswap import Adapter, Fleet, Model
-from hotswap.config.exporting import tracer_of
+from hotswap.config.exporting import readers_of, tracer_of
 from hotswap.config.reading import secret_of
 from hotswap.config.schema import (
     DoorConfig,
@@ -55,7 +55,8 @@ class Serving:
         app: The application of its door.
         front: The door itself.
         door: Where it listens, and how it ends.
-        tracer_provider: Where spans go; shut it down once the fleet has closed.
+        metrics: What metrics are recorded by; shut it down once the fleet has closed.
+        tracer_provider: Where spans go; likewise.
     """
 
     fleet: Fleet
@@ -63,6 +64,7 @@ class Serving:
     app: Starlette
     front: Door
     door: DoorConfig = field(repr=False)
+    metrics: PrometheusMetrics | None = field(default=None, repr=False)
     tracer_provider: TracerProvider | None = field(default=None, repr=False)
 
 
@@ -73,7 +75,7 @@ def build(config: FleetConfig) -> Serving:
         ConfigError: something cannot be made as it is described, by its place.
         BackendMissing: an engine's or a store's library is not installed.
     """
-    metrics = PrometheusMetrics() if config.door.metrics else None
+    metrics = _metrics(config)
     policy, tracer_provider = config.policy, tracer_of(config.telemetry)
     with at_place("policy"):
         fleet = Fleet(
@@ -91,12 +93,14 @@ def build(config: FleetConfig) -> Serving:
             tracer_provider=tracer_provider,
         )
     door = Door(fleet, settings_of(config))
+    shown = metrics if config.door.metrics else None
     return Serving(
         fleet=fleet,
         aliases=aliases_of(config),
-        app=app_of(door, metrics),
+        app=app_of(door, shown),
         front=door,
         door=config.door,
+        metrics=metrics,
         tracer_provider=tracer_provider,
     )
 
@@ -131,6 +135,16 @@ def settings_of(config: FleetConfig) -> Settings:
 
 
 # ---------------------------------------------------------------------------------------------- parts
+
+
+def _metrics(config: FleetConfig) -> PrometheusMetrics | None:
+    """Return what metrics are recorded by; `None` if a file wants none, here or elsewhere."""
+    with at_place("telemetry"):
+        readers = readers_of(config.telemetry)
+    if not config.door.metrics and not readers:
+        return None
+    named = config.telemetry.service_name if readers else None
+    return PrometheusMetrics(vllm_names=config.door.vllm_metrics, readers=readers, service_name=named)
 
 
 def _engines(at: int, config: EngineConfig) -> Generator[Engine]:

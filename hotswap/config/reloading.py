@@ -37,7 +37,7 @@ C = TypeVar("C")
 
 # What cannot change while a fleet is open.
 _FIXED = ("engines", "stores", "kv_store", "policy", "telemetry")
-_FIXED_OF_DOOR = ("host", "port", "metrics")
+_FIXED_OF_DOOR = ("host", "port", "metrics", "vllm_metrics")
 _FREE_OF_MODELS = ("aliases", "tool_format", "reasoning_format", "sampling")
 
 

@@ -115,9 +115,16 @@ class TelemetryConfig(_Section):
     """Where spans and metrics go, `[telemetry]`."""
 
     otlp_endpoint: str | None = Field(
-        default=None, description="a server of OTLP over HTTP, for instance http://localhost:4318"
+        default=None, description="a server of OTLP over HTTP for spans, such as http://localhost:4318"
     )
+    otlp_metrics: bool = Field(default=False, description="metrics go there, too, once a minute")
     service_name: str = "hotswap"
+
+    @model_validator(mode="after")
+    def _has_a_server(self) -> TelemetryConfig:
+        if self.otlp_metrics and self.otlp_endpoint is None:
+            raise ValueError("otlp_metrics takes an otlp_endpoint")
+        return self
 
 
 class DoorConfig(_Section):
@@ -128,6 +135,7 @@ class DoorConfig(_Section):
     hosts: list[str] | None = None
     keys: list[KeyConfig] = []
     metrics: bool = True
+    vllm_metrics: bool = Field(default=False, description="/metrics has vLLM's names as well, for gateways")
     body_bytes: int = 16 << 20
     body_s: float = 30.0
     request_s: float = 600.0
@@ -137,6 +145,12 @@ class DoorConfig(_Section):
     stale_s: float = 60.0
     adapter_roots: list[str] = Field(default=[], description="directories that operators may load from")
     grace_s: float = Field(default=30.0, ge=0, description="for requests under way, once it is told to end")
+
+    @model_validator(mode="after")
+    def _has_metrics(self) -> DoorConfig:
+        if self.vllm_metrics and not self.metrics:
+            raise ValueError("vllm_metrics takes metrics = true")
+        return self
 
 
 class FleetConfig(_Section):

@@ -74,7 +74,7 @@ class Health:
         """Give the metrics as Prometheus reads them."""
         if self._metrics is None:
             raise Refusal(404, "This server keeps no metrics; give create_app some.", "no_metrics")
-        return Response(self._metrics.text(), media_type=self._metrics.media_type)
+        return Response(self._metrics.text(self._door.fleet), media_type=self._metrics.media_type)
 
 
 def _answer(status: int, value: object) -> Response:

@@ -153,6 +153,12 @@ def test_kv_blocks_are_kept_where_a_file_says(
         ('model = "a"', 'model = "zz"', "policy: Adapter 'x' is of model 'zz'"),
         ("[door]", "[dor]", "dor: "),
         ("[door]", "[telemetry]\notlp = 1\n[door]", "telemetry.otlp: "),
+        (
+            "[door]",
+            "[telemetry]\notlp_metrics = true\n[door]",
+            "telemetry: otlp_metrics takes an otlp_endpoint",
+        ),
+        ("[door]", "[door]\nmetrics = false\nvllm_metrics = true", "door: vllm_metrics takes metrics = true"),
         ("[door]", "[door", "is no TOML"),
     ],
 )

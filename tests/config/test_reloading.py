@@ -139,6 +139,7 @@ def test_what_has_changed_holds_from_now_on(file: Path) -> None:
         ('kind = "sim"\n\n', 'kind = "sim"\noptions = { shared = true }\n\n', "stores has changed"),
         ('size = "1 MB"\naliases', 'size = "1 MB"\nmin_replicas = 1\naliases', "min_replicas of model 'a'"),
         ("[door]\n", '[door]\nhost = "0.0.0.0"\n', "door.host was"),
+        ("[door]\n", "[door]\nvllm_metrics = true\n", "door.vllm_metrics was"),
         ("[door]", "[dor]", "dor: "),
         ("file:SECRET", "file:NOTHING", r"door.keys[0].secret"),
         ('"two"', '"b"', "models[0].aliases has 'b'"),

@@ -58,7 +58,7 @@ async def test_the_board_and_the_rules_name_what_a_fleet_exports() -> None:
             other = "e1" if stream.hops[0].instance == "e0" else "e0"
             await fleet.migrate(stream.request.id, to=other)
             await stream.collect()
-        text = metrics.text().decode()
+        text = metrics.text(fleet).decode()
     exported = set(re.findall(r"^([a-z_]+)(?:\{| )", text, re.MULTILINE))
     exported |= {f"{name.replace('.', '_')}_total" for name in RARE}
     attributes = {
