@@ -34,13 +34,14 @@ VLLM := .cache/vllm-env
 RAY := .cache/ray-env
 DOOR := .cache/door-env
 BROWSER := .cache/browser-env
+DOCS := .cache/docs-env
 SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo serve test vllm-test ray-test browser-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env browser-env check check-style check-mypy check-pyright public-types format wheel clean
+.PHONY: help venv demo serve test vllm-test ray-test browser-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env browser-env docs docs-env check check-style check-mypy check-pyright check-docs public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -107,8 +108,8 @@ vllm-sources: constraints/vllm-sources.txt | $(READY)  ## fetch the Python files
 	    || echo "The sources of the newest vLLM could not be fetched; its names are not checked." >&2
 
 # Two at a time, since each of the type checkers keeps one core busy.
-check: $(READY)  ## format, lint, types and layers
-	@$(MAKE) --no-print-directory -j 2 check-pyright check-mypy check-style
+check: $(READY)  ## format, lint, types, layers and the site of docs/
+	@$(MAKE) --no-print-directory -j 2 check-pyright check-mypy check-style check-docs
 
 check-style: $(READY)
 	$(BIN)/ruff format --check .
@@ -120,6 +121,15 @@ check-mypy: $(READY)
 
 check-pyright: $(READY)
 	$(BIN)/pyright --warnings
+
+# With what the working tree has, whichever tree the environment was made in.
+check-docs: $(DOCS)/.ready  ## build the site of docs/ strictly: every page, link, anchor and public name
+	@PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict --clean
+
+docs: $(DOCS)/.ready  ## serve the site of docs/ at http://127.0.0.1:8001, and build it anew when a page changes
+	@PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8001 $(ARGS)
+
+docs-env: $(DOCS)/.ready  ## install what builds the site of docs/
 
 public-types: $(READY)  ## measure how completely the public names are typed: fails below 100 %
 	@PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes hotswap --ignoreexternal
@@ -170,6 +180,18 @@ $(BROWSER)/.ready: pyproject.toml $(CONSTRAINTS) | $(READY)
 	@$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[door,testing]" \
 	    "playwright>=1.50" "axe-playwright-python>=0.1.8" pytest-timeout
+	@touch $@
+
+# Mermaid draws the diagrams. Where npm cannot bring it, the site shows them as text.
+$(DOCS)/.ready: pyproject.toml constraints/docs.txt $(CONSTRAINTS) | $(READY)
+	@test -x $(DOCS)/bin/python || $(BIN)/python -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --constraint constraints/docs.txt --editable ".[docs]"
+	@test -e $(DOCS)/mermaid/dist/mermaid.min.js \
+	    || { command -v npm > /dev/null && mkdir -p $(DOCS)/mermaid && (cd $(DOCS)/mermaid \
+	         && tar -xzf "$$(npm pack --silent mermaid@11.12.2)" --strip-components=1 package/dist/mermaid.min.js \
+	         && rm mermaid-*.tgz); } \
+	    || echo "Mermaid could not be fetched; the site shows diagrams as text." >&2
 	@touch $@
 
 # One after the other: a peer that cannot be installed here leaves the others, and the report says that it is missing.
