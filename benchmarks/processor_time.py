@@ -65,7 +65,7 @@ class ProcessorTimeEngine(Engine):
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
         self._last_ticket += 1
         ticket, tokens = self._last_ticket, TokenQueue()
-        sequence = to_sequence(request, ticket, self._model, None, epoch=1)
+        sequence = to_sequence(request, ticket, self._model, None, weights="")
         self._queues[ticket] = tokens
         self._runner.batcher.add(sequence)
         self._work.set()

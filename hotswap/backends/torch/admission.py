@@ -23,7 +23,7 @@ def to_sequence(
     model: LoadedModel,
     adapter: AdapterSlot | None,
     *,
-    epoch: int,
+    weights: str,
     constraint: Constraint | None = None,
     keys_of: Callable[[Request, bytes], tuple[bytes, ...]] | None = None,
 ) -> Sequence:
@@ -36,7 +36,7 @@ def to_sequence(
         ticket: Its number in order of arrival.
         model: The model that is served.
         adapter: The slot of its adapter; `None` without one.
-        epoch: The number of the load whose weights compute it.
+        weights: Identifies the weights that compute it, for `root_key`.
         constraint: The state of its grammar after these tokens; `None` without one.
         keys_of: Returns the prefix keys of its first blocks, as far as they were computed already, given the
             request and its root key; `None` if there are none.
@@ -45,7 +45,7 @@ def to_sequence(
     eos = frozenset[int]() if free else model.eos_token_ids
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)
     tokens = list(request.tokens)
-    root = root_key(epoch, 0 if adapter is None else adapter.serial)
+    root = root_key(weights, b"" if adapter is None else adapter.key)
     keys = [] if keys_of is None else list(keys_of(request, root))
     return Sequence(
         ticket=ticket,

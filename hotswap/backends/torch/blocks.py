@@ -105,6 +105,12 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def release_all(self) -> None:
+        """Drop all references, once no request is left: each block becomes cached or free."""
+        for block in list(self._ref_counts):
+            self._ref_counts[block] = 1
+            self.release([block])
+
     def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
         """How many more blocks would be free if these block tables were released."""
         counts = Counter(block for table in tables for block in table)

@@ -98,6 +98,12 @@ class ReleasedMemory:
             references: Any = StorageWeakRef
             self._storages += [references(tensor.untyped_storage()) for tensor in tensors]
 
+    def unwatch(self, *tensors: Tensor) -> None:
+        """Do not wait for the storages of tensors that are kept after all."""
+        references: Any = StorageWeakRef
+        kept = [references(tensor.untyped_storage()) for tensor in tensors]
+        self._storages = [storage for storage in self._storages if storage not in kept]
+
     async def freed(self) -> None:
         """Wait until all tracked memory is free, and return the allocator's unused memory to the driver.
 

@@ -327,9 +327,9 @@ class TorchEngine(Engine):
         if model is None:
             raise aborted("export", f"engine {self.id!r} serves no model")
         roots: dict[bytes, AdapterId | None] = {
-            root_key(context.epoch, serial): adapter for adapter, serial in self._adapters.serials.items()
+            root_key(context.weights, key): adapter for adapter, key in self._adapters.keys.items()
         }
-        return await list_cached(context, model, {root_key(context.epoch): None, **roots})
+        return await list_cached(context, model, {root_key(context.weights): None, **roots})
 
     # ------------------------------------------------------------------ faults
 
@@ -475,7 +475,7 @@ class TorchEngine(Engine):
         slot = adapter.place if adapter else None
         keys_of = self._models.migration.keys_of if self._models.migration is not None else None
         sequence = to_sequence(
-            request, ticket, model, slot, epoch=self._models.num_loads, constraint=constraint, keys_of=keys_of
+            request, ticket, model, slot, weights=self._models.weights, constraint=constraint, keys_of=keys_of
         )
         self._running_worker.add(sequence)
         return ticket, tokens, adapter

@@ -98,8 +98,11 @@ class LocalModel(LoadedModel):
         while await run_in_thread(self.loader.pack_next, self):
             pass
 
-    async def open(self, budget: KVBudget) -> LocalForward:
-        return await run_in_thread(self.loader.open, self, budget)
+    def fits(self, cache: KVCache, budget: KVBudget) -> bool:
+        return self.loader.fits(self, cache, budget)
+
+    async def open(self, budget: KVBudget, kept: KVCache | None = None) -> LocalForward:
+        return await run_in_thread(self.loader.open, self, budget, kept)
 
     async def release(self) -> None:
         await self.loader.release(self)
@@ -192,23 +195,26 @@ class LocalLoader(Loader):
     async def reclaimed(self) -> None:
         await self._released.freed()
 
-    def open(self, model: LocalModel, budget: KVBudget) -> LocalForward:
-        """Allocate the KV cache of a model and return its forward pass. Blocking.
+    def keep(self, cache: KVCache) -> None:
+        self._released.unwatch(*cache.tensors)
+
+    def fits(self, model: LocalModel, cache: KVCache, budget: KVBudget) -> bool:
+        """Whether `open` would allocate as many KV blocks of the same format as a cache has."""
+        shapes = tuple(shape for _, shape in sorted(cache.layers.items()))
+        if (cache.block_tokens, shapes) != (budget.block_tokens, model.layers):
+            return False
+        return cache.num_blocks == self._num_blocks(model, budget)
+
+    def _num_blocks(self, model: LocalModel, budget: KVBudget) -> int:
+        return budget.num_blocks(model.layers, model.context, self.memory_bytes - self.weight_bytes)
+
+    def open(self, model: LocalModel, budget: KVBudget, kept: KVCache | None = None) -> LocalForward:
+        """Allocate the KV cache of a model, unless one is kept, and return its forward pass. Blocking.
 
         Raises:
             OutOfMemory: the memory does not suffice for one block.
         """
-        room = self.memory_bytes - self.weight_bytes
-        num_blocks = budget.num_blocks(model.layers, model.context, room)
-        if num_blocks < 1:
-            raise OutOfMemory(
-                f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of "
-                f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
-            )
-        self._others_bytes = (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers)
-        with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
-            cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
-            cache.build_kernels()
+        cache = self._make_cache(model, budget) if kept is None else kept
         self._released.watch(*cache.tensors)  # released with the model, before `reclaimed` is called
         self._fit()
         return LocalForward(
@@ -218,6 +224,20 @@ class LocalLoader(Loader):
             linear_only=model.skeleton.linear_only,
             background_work=partial(self.pack_next, model),
         )
+
+    def _make_cache(self, model: LocalModel, budget: KVBudget) -> KVCache:
+        num_blocks = self._num_blocks(model, budget)
+        if num_blocks < 1:
+            room = self.memory_bytes - self.weight_bytes
+            raise OutOfMemory(
+                f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of "
+                f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
+            )
+        self._others_bytes = (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers)
+        with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
+            cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
+            cache.build_kernels()
+        return cache
 
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
         """Borrow the modules of a config; refuses architectures that its check refuses, before any read."""

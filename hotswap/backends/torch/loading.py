@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.forward import Forward
-from hotswap.backends.torch.kv import LayerShape, blocks_for, bytes_per_token
+from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token
 from hotswap.model import ModelCard
 from hotswap.store import WeightStore
 
@@ -84,9 +84,17 @@ class LoadedModel(ABC):
     async def pack(self) -> None:  # noqa: B027 - optional
         """Pack linear weights into a faster layout, if memory allows; cancelled, it keeps partial work."""
 
+    def fits(self, cache: KVCache, budget: KVBudget) -> bool:
+        """Whether `open` would allocate as many KV blocks of the same format as a cache has."""
+        return False
+
     @abstractmethod
-    async def open(self, budget: KVBudget) -> Forward:
+    async def open(self, budget: KVBudget, kept: KVCache | None = None) -> Forward:
         """Allocate the KV cache and return the forward pass.
+
+        Args:
+            budget: The limits of the cache.
+            kept: A cache that is used instead, which `fits`.
 
         Raises:
             OutOfMemory: the memory does not suffice for one block.
@@ -150,6 +158,10 @@ class Loader(ABC):
             StoreError: the store failed to read them.
             InstanceLost: a rank failed.
         """
+
+    def keep(self, cache: KVCache) -> None:
+        """Note that `reclaimed` is not to wait for a cache, which the next model will use."""
+        raise NotImplementedError
 
     @abstractmethod
     def abandon(self) -> None:

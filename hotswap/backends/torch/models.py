@@ -10,8 +10,10 @@ from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed
 from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.manager import AdapterManager
+from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.constraints import Compilers, Constraints
 from hotswap.backends.torch.forward import Forward, LocalForward
+from hotswap.backends.torch.kv_pool import KVPool
 from hotswap.backends.torch.loading import LoadedModel, Loader
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.migration import MigrationContext, aborted
@@ -42,9 +44,9 @@ class Models:
     Attributes:
         serving: The model that serves, or that is being unloaded.
         staged: The preloaded model.
-        num_loads: How many models have served.
+        weights: Identifies the weights that serve and the way of computing with them.
         num_blocks: The KV blocks of the serving model.
-        cache_bytes: The memory of those blocks.
+        cache_bytes: The memory of those blocks, and of those that are kept for the model that is staged.
         constraints: Compiles the grammars of requests for the serving model.
         migration: The context of KV migrations; `None` if the KV blocks of the model cannot migrate.
     """
@@ -57,11 +59,13 @@ class Models:
     ) -> None:
         self.life = life
         self.serving = self.staged = None
-        self.num_loads = self.num_blocks = self.cache_bytes = 0
+        self.num_blocks = self.cache_bytes = self._num_loads = 0
+        self.weights = ""
         self.migration: MigrationContext | None = None
         self.constraints: Constraints | None = None
         self._engine, self._loader, self._adapters, self._settings = engine, loader, adapters, settings
         self._compilers = Compilers()
+        self._pool: KVPool | None = None  # serves, or is kept until the next model does
         self._is_staging = False
 
     @property
@@ -79,11 +83,13 @@ class Models:
             await loaded.release()
             loaded = None
         if loaded is None:
+            self._drop_pool()
             loaded = await self._load(model, store)
         try:
-            forward = await loaded.open(self._settings.kv)
+            forward = await loaded.open(self._settings.kv, self._pool.cache if self._pool else None)
             self.life.refuse_if_lost()
         except BaseException:
+            self._drop_pool()
             await loaded.release()
             raise
         return loaded, forward
@@ -97,8 +103,14 @@ class Models:
         post: Callable[..., None],
     ) -> Runner:
         """Serve a model that was loaded; return its runner, which `worker` is to run."""
-        self.num_loads += 1
-        runner = Runner(forward, self._settings.make_batcher(forward), self._settings.make_budget())
+        self._num_loads += 1
+        # Without checksums of a store nothing tells weights from others but their load.
+        identity = loaded.fingerprint or f"load {self._num_loads}"
+        self.weights = f"{identity} {self._settings.invariant}"
+        blocks = self._pool.blocks if self._pool is not None else BlockPool(forward.num_blocks)
+        batcher = self._settings.make_batcher(forward, blocks)
+        runner = Runner(forward, batcher, self._settings.make_budget())
+        self._pool = KVPool(forward.cache, blocks) if isinstance(forward, LocalForward) else None
         self.serving, self.num_blocks, self.cache_bytes = loaded, forward.num_blocks, forward.size_bytes
         self.migration = self._make_migration_context(loaded, forward, runner, worker, post)
         self.constraints = Constraints(loaded, store, self._compilers)
@@ -106,13 +118,33 @@ class Models:
         return runner
 
     async def release(self) -> None:
-        """Release the model that serves, with its adapters."""
+        """Release the model that serves, with its adapters.
+
+        Its KV blocks stay if those of the staged model, which is to be loaded next, have the same format.
+        """
+        context, self.migration = self.migration, None  # from now on no copy begins
         await self._adapters.forget()
         if self.serving is not None:
             await self.serving.release()
-        self.serving = None
-        self.num_blocks = self.cache_bytes = 0
-        self.migration = self.constraints = None
+        self.serving = self.constraints = None
+        self.num_blocks = 0
+        if not self._keeps_pool(context):
+            self._drop_pool()
+
+    def _keeps_pool(self, context: MigrationContext | None) -> bool:
+        pool, next_model = self._pool, self.staged
+        if pool is None or next_model is None or not self._settings.prefix_reuse:
+            return False
+        if context is not None and context.writing:  # to blocks that are free from now on
+            return False
+        if not next_model.fits(pool.cache, self._settings.kv):
+            return False
+        pool.blocks.release_all()
+        self._loader.keep(pool.cache)
+        return True
+
+    def _drop_pool(self) -> None:
+        self._pool, self.cache_bytes = None, 0
 
     # ------------------------------------------------------------------ preloads
 
@@ -145,8 +177,10 @@ class Models:
         return None
 
     async def drop_preload(self, worker: Worker | None) -> None:
-        """Release the preloaded model, if there is one."""
+        """Release the preloaded model, if there is one, and KV blocks that are kept for it."""
         staged, self.staged = self.staged, None
+        if self.serving is None:
+            self._drop_pool()
         if staged is not None:
             await staged.release()
             if worker is not None:
@@ -229,7 +263,6 @@ class Models:
             runner=runner,
             post=post,
             cache=forward.cache,
-            weights=f"{model.fingerprint} {self._settings.invariant}",
-            epoch=self.num_loads,
+            weights=self.weights,
             current=lambda: self.migration,
         )

@@ -1,9 +1,10 @@
 """Prefix reuse: finds blocks that already contain keys and values that a request needs.
 
 The key of a full block is a hash of the key before it and of its tokens. The first key, the root, identifies
-the weights: the number of the load, and the adapter. So blocks with equal keys contain equal keys and values
-(as in vLLM's automatic prefix caching, Kwon et al., arXiv:2309.06180, section 4.4, with a cryptographic hash,
-so that different prefixes have different keys).
+the weights and the adapter by their content, so that blocks are found again after a swap to another model
+and back (`kv_pool`). A pool has blocks of one size and one shape. So blocks with equal keys contain equal
+keys and values (as in vLLM's automatic prefix caching, Kwon et al., arXiv:2309.06180, section 4.4, with a
+cryptographic hash, so that different prefixes have different keys).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from hotswap.backends.torch.blocks import BlockPool, Content
 __all__ = ["Prefix", "block_content", "extend_keys", "find_prefix", "root_key"]
 
 
-def root_key(epoch: int, adapter: int = 0) -> bytes:
+def root_key(weights: str, adapter: bytes = b"") -> bytes:
     """Return the key that precedes a request's first block.
 
     Args:
-        epoch: The number of the model's load in its engine; a reload has another number.
-        adapter: The serial number of the loaded adapter; 0 without one.
+        weights: Identifies the weights and the way of computing with them, not by the model's name.
+        adapter: The digest of the adapter's matrices; empty without one.
     """
-    return _digest(repr((epoch, adapter)).encode())
+    return _digest(repr((weights, adapter)).encode())
 
 
 def block_content(parent: bytes, tokens: Sequence[int]) -> Content:

@@ -150,10 +150,10 @@ class Settings:
         usual = _DEFAULT_BUDGET if self.itl_target_s is None else _LARGEST_BUDGET
         return max(usual, self.max_requests) if self.token_budget is None else self.token_budget
 
-    def make_batcher(self, forward: Forward) -> Batcher:
-        """Return a new batcher for a loaded model."""
+    def make_batcher(self, forward: Forward, blocks: BlockPool) -> Batcher:
+        """Return a new batcher for a loaded model, whose blocks these are."""
         return Batcher(
-            BlockPool(forward.num_blocks),
+            blocks,
             block_tokens=self.kv_block_tokens,
             token_budget=self.max_step_tokens,
             max_requests=self.max_requests,

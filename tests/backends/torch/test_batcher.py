@@ -250,7 +250,9 @@ def test_concurrent_requests_share_blocks() -> None:
 
 def test_other_weights_and_other_adapters_share_nothing() -> None:
     bench = bench_of()
-    for ticket, root in enumerate((root_key(1), root_key(2), root_key(2, 1), root_key(2, 2)), start=1):
+    for ticket, root in enumerate(
+        (root_key("1"), root_key("2"), root_key("2", b"1"), root_key("2", b"2")), start=1
+    ):
         sequence = make(ticket, PROMPT, 5, root=root)
         run(bench, sequence)
         assert sequence.num_reused == 0

@@ -81,12 +81,12 @@ async def test_announced_keys_are_used_for_the_announced_request_only(store: Dic
     async with serving(store) as engine:
         context, request = engine._models.migration_context(), ask(prompt_tokens=100)
         async with engine.import_kv(request):
-            root = root_key(context.epoch)
+            root = root_key(context.weights)
             assert len(context.keys_of(request, root)) == 100 // engine.status().kv_block_tokens
             assert context.keys_of(request.continued([7]), root) == context.keys_of(request, root)
             assert context.keys_of(replace(request, prompt=(9, *request.prompt[1:])), root) == ()
             assert context.keys_of(replace(request, id=RequestId("another")), root) == ()
-            assert context.keys_of(request, root_key(context.epoch, 1)) == ()
+            assert context.keys_of(request, root_key(context.weights, b"1")) == ()
         assert context.keys_of(request, root) == ()
 
 

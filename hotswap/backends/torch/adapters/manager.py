@@ -69,9 +69,9 @@ class AdapterManager:
         return self._accounting.names
 
     @property
-    def serials(self) -> dict[AdapterId, int]:
-        """The numbers of the loads of the loaded adapters."""
-        return {name: slot.serial for name, slot in self._accounting.places.items()}
+    def keys(self) -> dict[AdapterId, bytes]:
+        """The digests of the loaded adapters."""
+        return {name: slot.key for name, slot in self._accounting.places.items()}
 
     def serve(self, model: ModelId, targets: Mapping[str, Target]) -> None:
         """Make an empty pool for the adapters of `model`.
@@ -108,7 +108,7 @@ class AdapterManager:
                 self._accounting.add(name, await self._put(name, weights, pool))
 
     async def _put(self, name: AdapterId, weights: AdapterWeights, pool: AdapterPool[Any]) -> AdapterSlot:
-        slot: AdapterSlot | None = pool.allocate(weights.rank)
+        slot: AdapterSlot | None = pool.allocate(weights.rank, weights.digest)
         if slot is None:
             raise OutOfMemory(
                 f"Adapter {name!r} of rank {weights.rank} does not fit in the {pool.num_ranks} ranks "

@@ -91,9 +91,9 @@ class PagedPool(AdapterPool[RankPages]):
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._layers: list[PagedLayer] = []
 
-    def allocate(self, rank: int) -> RankPages | None:
+    def allocate(self, rank: int, key: bytes = b"") -> RankPages | None:
         pages = self._page_allocator.allocate(rank)
-        return None if pages is None else RankPages(pages, self.next_serial(), self._width_in)
+        return None if pages is None else RankPages(pages, self.next_serial(), self._width_in, key)
 
     def _write(self, slot: RankPages, weights: AdapterWeights) -> None:
         for name in weights.layers:

@@ -9,6 +9,7 @@ ignoring it would change results. Tested with PEFT 0.21.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -81,9 +82,15 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """An adapter in host memory: its matrices by layer name."""
+    """An adapter in host memory.
+
+    Attributes:
+        layers: Its matrices by layer name.
+        digest: A hash of all that they change: names of layers, shapes, dtype and numbers.
+    """
 
     layers: Mapping[str, LowRank]
+    digest: bytes = b""
 
     @property
     def rank(self) -> int:
@@ -167,7 +174,15 @@ def read(directory: Path, dtype: torch.dtype) -> AdapterWeights:
         weights[name] = _pair(directory, name, pair, config, copy[at:end])
         at = end
     _refuse_infinite(directory, weights, copy)
-    return AdapterWeights(weights)
+    return AdapterWeights(weights, _digest(weights, copy))
+
+
+def _digest(weights: Mapping[str, LowRank], copy: Tensor) -> bytes:
+    """Return a hash of an adapter's matrices, which are views of `copy` in their order."""
+    shapes = [(name, tuple(pair.down.shape), tuple(pair.up.shape)) for name, pair in weights.items()]
+    digest = hashlib.blake2b(repr((str(copy.dtype), shapes)).encode(), digest_size=32)
+    digest.update(copy.view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _pair(

@@ -76,8 +76,8 @@ class AdapterPool(ABC, Generic[SlotT]):
                 )
 
     @abstractmethod
-    def allocate(self, rank: int) -> SlotT | None:
-        """Allocate a slot for an adapter of this rank; `None` if too few ranks are free."""
+    def allocate(self, rank: int, key: bytes = b"") -> SlotT | None:
+        """Allocate a slot for an adapter of this rank and digest; `None` if too few ranks are free."""
 
     def put(self, slot: SlotT, weights: AdapterWeights) -> None:
         """Write an adapter to an allocated slot; steps may use it afterwards. Blocking."""

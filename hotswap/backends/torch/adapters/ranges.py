@@ -123,11 +123,11 @@ class RangePool(AdapterPool[RankRange]):
         self._taken: list[RankRange] = []
         self._layers: dict[str, RangeLayer] = {}
 
-    def allocate(self, rank: int) -> RankRange | None:
+    def allocate(self, rank: int, key: bytes = b"") -> RankRange | None:
         need, at = self.rounded(rank), 0
         for taken in (*self._taken, RankRange(self.num_ranks, self.num_ranks, 0)):
             if taken.first - at >= need:
-                ranks = RankRange(at, at + need, self.next_serial())
+                ranks = RankRange(at, at + need, self.next_serial(), key)
                 self._taken = sorted([*self._taken, ranks], key=lambda ranks: ranks.first)
                 return ranks
             at = taken.last

@@ -11,13 +11,19 @@ __all__ = ["AdapterSlot", "RankPages", "RankRange"]
 class AdapterSlot(Protocol):
     """The memory of one loaded adapter in the pool of its engine.
 
-    `serial` is unique per load in the process: an adapter that is loaded again gets another one. It is part
-    of prefix keys, so KV blocks computed with an adapter are reused for that load only.
+    `serial` is unique per load in the process: an adapter that is loaded again gets another one. `key` is the
+    digest of its matrices. It is part of prefix keys, so KV blocks are reused by requests with an equal
+    adapter only.
     """
 
     @property
     def serial(self) -> int:
         """The unique number of this load."""
+        ...
+
+    @property
+    def key(self) -> bytes:
+        """The digest of the adapter's matrices."""
         ...
 
 
@@ -28,6 +34,7 @@ class RankRange:
     first: int
     last: int
     serial: int
+    key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +44,4 @@ class RankPages:
     pages: tuple[int, ...]
     serial: int
     width_in: int
+    key: bytes = b""

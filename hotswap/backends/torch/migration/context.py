@@ -45,10 +45,10 @@ class MigrationContext:
         runner: The runner that owns the blocks; a job fails if the thread has another one by then.
         post: Calls a function on the event loop, from any thread.
         cache: The KV cache.
-        weights: A fingerprint of the weights that compute.
-        epoch: The number of the load.
+        weights: A fingerprint of the weights that compute, for layouts and `root_key`.
         current: Returns the engine's context now; the model was unloaded if it is not this one.
         arriving: The announced tokens and keys of requests that arrive.
+        writing: The sinks that write to blocks now, maybe in other threads.
     """
 
     life: Life
@@ -57,9 +57,9 @@ class MigrationContext:
     post: Callable[..., None]
     cache: KVCache
     weights: str
-    epoch: int
     current: Callable[[], MigrationContext | None]
     arriving: dict[RequestId, Announced] = field(default_factory=dict[RequestId, Announced])
+    writing: set[object] = field(default_factory=set[object])
 
     def keys_of(self, request: Request, root: bytes) -> tuple[bytes, ...]:
         """Return the keys of a request's first blocks if it was announced with this root, else none."""

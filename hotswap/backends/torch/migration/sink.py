@@ -52,7 +52,7 @@ class TorchKVSink(KVSink):
     ) -> None:
         self.layout = layout
         self._context, self._request, self._lapse_s = context, request, lapse_s
-        self._root = root_key(context.epoch, 0 if adapter is None else adapter.serial)
+        self._root = root_key(context.weights, b"" if adapter is None else adapter.key)
         self._present: list[int] = []  # blocks found in the prefix cache and acquired
         self._blocks: list[int] = []  # blocks reserved for tokens that arrive
         self._keys: list[bytes] = []  # of the request's full blocks
@@ -86,6 +86,7 @@ class TorchKVSink(KVSink):
             return
         data = torch.frombuffer(pages.data, dtype=torch.uint8)
         self._writing = True
+        self._context.writing.add(self)
         try:
             if size_bytes <= max(_SMALL_BYTES, _SMALL_BLOCKS * self.layout.block_bytes):
                 await beside(partial(self._write_now, pages, data), size_bytes)
@@ -93,6 +94,7 @@ class TorchKVSink(KVSink):
                 await self._context.between_steps(partial(self._write, pages, data))
         finally:
             self._writing = False
+            self._context.writing.discard(self)
         self._renew()
         self._num_tokens = max(self._num_tokens, first + pages.num_tokens)
 

@@ -16,7 +16,7 @@ from hotswap.backends.layouts import require_modules
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS
-from hotswap.backends.torch.kv import LayerShape
+from hotswap.backends.torch.kv import KVCache, LayerShape
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.parallel.forward import RankedForward
@@ -76,7 +76,8 @@ class RankedModel(LoadedModel):
     def own_bytes(self) -> int:
         return sum(self.rank_bytes)
 
-    async def open(self, budget: KVBudget) -> RankedForward:
+    async def open(self, budget: KVBudget, kept: KVCache | None = None) -> RankedForward:
+        assert kept is None, "the caches of ranks are in their processes"
         return await self.loader.open(self, budget)
 
     async def release(self) -> None:
