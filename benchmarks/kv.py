@@ -184,7 +184,7 @@ def measure(
             write_llama(
                 root,
                 hidden=settings.hidden,
-                layers=settings.layers,
+                layers=settings.layers + seed,  # of one depth, blocks would stay on the device
                 name=name,
                 seed=seed,
                 max_tokens=16_384,
