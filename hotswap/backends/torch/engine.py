@@ -101,10 +101,11 @@ class TorchEngine(Engine):
         adapter_bytes: The limit of adapters on the device, in addition to `memory_bytes`, and the limit of
             the cache of adapters in host memory. Allocated as adapters are loaded. Default: 1 GiB.
         packed_bytes: On a CPU, the limit of packed copies of linear weights, a faster layout, in addition to
-            the weights. They are made in a preload or between steps, change no bits, are kept across swaps,
-            and are dropped if weights or KV blocks need their part of `memory_bytes`. On a CPU without bf16
-            instructions the copies of bf16 weights are in fp32. Engines of several ranks make none. 0 makes
-            none. Default: `None`, a quarter of `memory_bytes`.
+            the weights. They are made in a preload or between steps, change no bits while a model is loaded,
+            are kept across swaps, and are dropped if weights or KV blocks need their part of `memory_bytes`.
+            On a CPU without bf16 instructions the copies of bf16 weights are in fp32, and bits depend on
+            whether all would fit this limit: KV blocks move between engines that compute alike. Engines of
+            several ranks make none. 0 makes none. Default: `None`, a quarter of `memory_bytes`.
         keep_fp8: Whether linear weights stored as FP8 stay quantized in memory, at half the memory of bf16;
             if false they are dequantized at load. Default: `None`, which keeps them on GPUs whose kernels
             dequantize them within bf16 and fp16 products, and dequantizes them otherwise: on a CPU steps are

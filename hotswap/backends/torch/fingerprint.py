@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable
 
+from hotswap.backends.torch.linear import products_of
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.model import Manifest
 
@@ -17,8 +18,14 @@ def weights_key(manifest: Manifest) -> Hashable | None:
 
 
 def compute_format(skeleton: Skeleton) -> str:
-    """Return the dtype that a bound model computes in, marked if linear weights stay quantized."""
-    return f"{skeleton.dtype} quantized" if skeleton.fp8_linears else str(skeleton.dtype)
+    """Return everything but the weights that the bits of a bound model depend on.
+
+    The dtype that it computes in, whether linear weights stay quantized, and on a CPU the products that its
+    instructions and the limit of packed weights lead to.
+    """
+    parts = [str(skeleton.dtype), "quantized" if skeleton.fp8_linears else ""]
+    parts.append(products_of(skeleton.linears) if skeleton.linears else "")
+    return " ".join(part for part in parts if part)
 
 
 def fingerprint_of(manifest: Manifest, compute_format: str) -> str:

@@ -14,7 +14,7 @@ exact in fp32 and were summed in it before, so nothing is less precise. Its bits
 kernel:
 
 - With AVX-512 oneDNN has a bf16 kernel, and whether a model is widened depends on its size and the engine's
-  settings alone.
+  settings alone: `products_of` tells it, and engines whose bits differ do not exchange KV blocks.
 - With AVX2 alone there is none, and bf16 layers are always computed in fp32. A weight that is not packed is
   converted in each product, with the same bits.
 
@@ -45,6 +45,7 @@ __all__ = [
     "LinearLayer",
     "invariant_linear",
     "linear_layers",
+    "products_of",
     "supported_dtypes",
     "widened",
     "widens",
@@ -166,6 +167,24 @@ def widens(layers: Iterable[LinearLayer], limit_bytes: int) -> bool:
         return _has_kernel(torch.float32)
     narrow = [layer.weight for layer in layers if layer.weight.dtype is torch.bfloat16]
     return _widens() and sum(4 * weight.numel() for weight in narrow) <= limit_bytes
+
+
+def products_of(layers: Iterable[LinearLayer]) -> str:
+    """Return how this CPU multiplies by the weights of a model: engines for which it differs have other bits.
+
+    Args:
+        layers: The bound linear layers of the model.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    ways = {_product(layer.stored.dtype, is_wide=layer.is_wide) for layer in layers if layer.packable}
+    return f"{capability}: {', '.join(sorted(ways))}"
+
+
+def _product(dtype: torch.dtype, *, is_wide: bool) -> str:
+    computed = torch.float32 if is_wide or not _has_kernel(dtype) else dtype
+    kernel = "hotswap" if packed_linear.supported(computed) else "oneDNN"
+    unit = " with AMX" if _has_matrix_unit() else ""
+    return f"{dtype} in {computed} by {kernel}{unit}".replace("torch.", "")
 
 
 class LinearLayer:

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.experts import choose_experts
 from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attach, detach
 from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
@@ -150,6 +151,7 @@ class Skeleton:
             slot.holder[slot.key] = made[spec.offset_bytes]
         if quantized is not None:
             self._fp8_linears = attach(self.module, quantized, known, views)
+        choose_experts(self.module)
 
     @property
     def fp8_linears(self) -> tuple[Fp8Linear, ...]:

@@ -2,11 +2,16 @@
 
 Many architectures call attention through transformers' interface and still keep state elsewhere, call it
 twice per layer, or build their own masks. Without this check the engine would silently serve wrong tokens.
+
+Experts are chosen as in the reference, and the scores that they are chosen by are compared (`routing`):
+otherwise two nearly equal scores would have sound models refused by chance.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,16 +21,29 @@ from hotswap.backends.torch.attention import MaskPattern
 from hotswap.backends.torch.forward import Piece, assemble
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for
 from hotswap.backends.torch.modeling import Skeleton
+from hotswap.backends.torch.routing import Choices, Comparison, HeldChoices, RecordedChoices
 from hotswap.errors import UnsupportedModel
 
-__all__ = ["STEPS", "difference", "preflight", "prompts_of", "reference", "tolerance_of"]
+__all__ = [
+    "STEPS",
+    "Reference",
+    "difference",
+    "preflight",
+    "prompts_of",
+    "reference",
+    "symptom_of_scores",
+    "tolerance_of",
+]
+
+log = logging.getLogger("hotswap")
 
 # Two requests in uneven chunks that share steps, then decodes: the (request, number of tokens) of each step.
 STEPS = (((0, 9),), ((0, 8), (1, 5)), ((1, 8), (0, 4)), ((0, 1), (1, 1)), ((0, 1),))
 _SOME = 9  # the first tokens of a prompt, whose logits must not depend on later tokens
 _LENGTHS = tuple(sum(n for step in STEPS for i, n in step if i == request) for request in (0, 1))
 
-# The maximum difference of a logit from the reference, relative to the largest logit. bf16 and fp16 have 8
+# The maximum difference of a logit from the reference, relative to the largest logit, and of the scores of a
+# router, by their root mean squares. bf16 and fp16 have 8
 # and 11 bits, and a few dozen layers that round in another order change some; a wrong mask or position
 # changes far more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -37,7 +55,7 @@ def preflight(
     """Check that a bound skeleton can be served exactly, and return each layer's KV cache entry of a token.
 
     Every layer must call attention once per pass, and the logits computed in chunks and batches must equal
-    those of the model's own eager attention.
+    those of the model's own eager attention, with the experts that it chooses, as must the scores of routers.
 
     Args:
         skeleton: The model.
@@ -50,9 +68,9 @@ def preflight(
     """
     cache = KVCache(sum(blocks_for(n, block_tokens) for n in _LENGTHS), block_tokens, device)
     try:
-        theirs = reference(skeleton, device)
+        expected = reference(skeleton, device)
         with torch.inference_mode():
-            mine = _in_chunks(skeleton, cache, invariant)
+            mine, comparison = _in_chunks(skeleton, cache, invariant, expected.choices)
     except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as exc:  # a model that is no causal decoder may fail with any error
@@ -63,21 +81,38 @@ def preflight(
             else f"fails on a row of several requests ({exc})"
         )
         raise _unsupported(skeleton, device, why) from exc
-    _compare(skeleton, device, mine, theirs)
+    _compare(skeleton, device, mine, expected.logits, comparison)
     return tuple(cache.layers[index] for index in range(skeleton.num_layers))
 
 
-def reference(skeleton: Skeleton, device: torch.device) -> list[Tensor]:
-    """Return the expected logits: those of the model's own attention, one request at a time."""
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a model computes with its own attention, one request at a time.
+
+    Attributes:
+        logits: The logits at the end of every chunk, in the order of `STEPS`.
+        choices: The choices of routers, by request.
+    """
+
+    logits: list[Tensor]
+    choices: list[Choices]
+
+
+def reference(skeleton: Skeleton, device: torch.device) -> Reference:
+    """Return what is expected: the logits of the model's own attention, and the experts that it chooses."""
     prompts = prompts_of(skeleton.vocabulary)
+    recorders = [RecordedChoices(len(prompt)) for prompt in prompts]
+    whole: list[Tensor] = []
     with torch.inference_mode(), skeleton.eager():
-        whole = [_eager(skeleton, torch.tensor([prompt], device=device)) for prompt in prompts]
+        for prompt, recorder in zip(prompts, recorders, strict=True):
+            with recorder:
+                whole.append(_eager(skeleton, torch.tensor([prompt], device=device)))
     ends = [0] * len(prompts)
     logits: list[Tensor] = []
     for request, count in (chunk for step in STEPS for chunk in step):
         ends[request] += count
         logits.append(whole[request][ends[request] - 1])
-    return logits
+    return Reference(logits, [recorder.choices for recorder in recorders])
 
 
 def prompts_of(vocabulary: int) -> list[list[int]]:
@@ -130,22 +165,28 @@ def _is_filled(part: object) -> bool:
     return part is not None
 
 
-def _in_chunks(skeleton: Skeleton, cache: KVCache, invariant: bool) -> list[Tensor]:
-    """Return the logits at the end of every chunk, in the order of the steps."""
+def _in_chunks(
+    skeleton: Skeleton, cache: KVCache, invariant: bool, choices: Items[Choices]
+) -> tuple[list[Tensor], Comparison]:
+    """Return the logits at the end of every chunk, with the experts in `choices`."""
     prompts, free = prompts_of(skeleton.vocabulary), iter(range(1, cache.num_blocks + 1))
     blocks = [[next(free) for _ in range(blocks_for(len(p), cache.block_tokens))] for p in prompts]
     ends = [0] * len(prompts)
     logits: list[Tensor] = []
+    comparison = Comparison()
     for step in STEPS:
         pieces: list[Piece] = []
+        held: list[tuple[Choices, range]] = []
         for request, count in step:
             start, ends[request] = ends[request], ends[request] + count
             pieces.append(Piece(prompts[request][start : start + count], start, blocks[request], True))
+            held.append((choices[request], range(start, start + count)))
         batch = assemble(pieces, cache, invariant=invariant)
-        logits += batch.logits(skeleton.module)
+        with HeldChoices(held, batch.ids.shape[1], comparison):
+            logits += batch.logits(skeleton.module)
         if sorted(batch.step.layers) != list(range(skeleton.num_layers)):
             raise _unsupported(skeleton, cache.device, _called(batch.step.layers, skeleton.num_layers))
-    return logits
+    return logits, comparison
 
 
 def _called(layers: Items[int], expected: int) -> str:
@@ -163,7 +204,13 @@ def _eager(skeleton: Skeleton, ids: Tensor) -> Tensor:
     return cast("Tensor", out.logits[0])
 
 
-def _compare(skeleton: Skeleton, device: torch.device, mine: Items[Tensor], theirs: Items[Tensor]) -> None:
+def _compare(
+    skeleton: Skeleton,
+    device: torch.device,
+    mine: Items[Tensor],
+    theirs: Items[Tensor],
+    comparison: Comparison,
+) -> None:
     tolerance = tolerance_of(skeleton.dtype)
     error = difference(torch.stack(list(mine)), torch.stack(list(theirs)))
     if not error <= tolerance:  # also if it is NaN
@@ -172,3 +219,25 @@ def _compare(skeleton: Skeleton, device: torch.device, mine: Items[Tensor], thei
             f"{tolerance:.0e} is allowed: it computes positions or masks from rows instead of position ids"
         )
         raise _unsupported(skeleton, device, symptom)
+    if symptom := symptom_of_scores(comparison, skeleton.dtype):
+        raise _unsupported(skeleton, device, symptom)
+    if comparison.num_others:
+        log.info(
+            "Model type %r: %d of %d choices of experts in the check of the load were so close that rounding "
+            "decides; the check held them, and scores differ by %.1e.",
+            skeleton.config.model_type,
+            comparison.num_others,
+            comparison.num_choices,
+            comparison.error,
+        )
+
+
+def symptom_of_scores(comparison: Comparison, dtype: torch.dtype) -> str:
+    """Return how the scores of routers differ from those of the reference; empty if they agree."""
+    tolerance = tolerance_of(dtype)
+    if comparison.error <= tolerance:
+        return ""
+    return (
+        f"computed in chunks chooses its experts by scores that differ by {comparison.error:.1e} of their "
+        f"size from those with its own attention, where {tolerance:.0e} is allowed"
+    )

@@ -2,6 +2,7 @@
 
 Like the preflight in one process (`hotswap.backends.torch.preflight`), run by all ranks: the logits of chunks
 and batches are compared with those of the model's own attention on whole prompts, which ranks compute too.
+Each rank holds the experts that its routers choose there, and compares their scores.
 """
 
 from __future__ import annotations
@@ -63,13 +64,12 @@ def run_preflight(
         for request, count in step:
             start, ends[request] = ends[request], ends[request] + count
             pieces.append(Piece(prompts[request][start : ends[request]], start, blocks[request], True))
-        shapes = _step(ranks, pieces, kind, num_layers)
-        paged += logits[0, : len(pieces)].clone()
-        for request, _ in step:
             piece = Piece(prompts[request][: ends[request]], 0, blocks[request], True)
             number = ranks.submit(Step(Work((piece,)), 0, is_preflight=True, eager=True))
             ranks.finish(number, is_preflight=True)
             whole.append(logits[0, 0].clone())
+        shapes = _step(ranks, pieces, kind, num_layers)
+        paged += logits[0, : len(pieces)].clone()
     _compare(torch.stack(paged), torch.stack(whole), kind, tolerance_of(dtype))
     return shapes
 

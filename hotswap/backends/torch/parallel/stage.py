@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from hotswap.backends.torch.parallel.collectives import Boundary, Group
 from hotswap.backends.torch.parallel.grid import RankPosition
 from hotswap.backends.torch.parallel.messages import Bind, OpenCache, Step
 from hotswap.backends.torch.parallel.part import part_of
+from hotswap.backends.torch.preflight import symptom_of_scores
+from hotswap.backends.torch.routing import Choices, Comparison, HeldChoices, RecordedChoices
 from hotswap.errors import UnsupportedModel
 
 __all__ = ["Stage"]
@@ -62,6 +65,8 @@ class Stage:
         stages.install(self._skeleton.module, self._skeleton.num_layers, position, self._stage_input)
         self._invariant, self._linear_only = invariant, self._skeleton.linear_only
         self._cache: KVCache | None = None
+        self._choices: dict[int, Choices] = {}  # of a preflight, by the first KV block of the request
+        self._comparison = Comparison()
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -71,7 +76,7 @@ class Stage:
 
     def open_cache(self, command: OpenCache) -> None:
         """Allocate KV blocks, and free existing ones."""
-        self._cache = None
+        self._cache, self._choices, self._comparison = None, {}, Comparison()
         self._cache = KVCache(
             command.num_blocks,
             command.block_tokens,
@@ -90,14 +95,30 @@ class Stage:
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         embeds = self._enter(num_tokens, num_tokens if command.eager else batch.ids.shape[1])
         try:
-            logits = self._eager(command, embeds) if command.eager else batch.logits(self._model, embeds)
+            with self._held(command, batch.ids.shape[1]):
+                logits = self._eager(command, embeds) if command.eager else batch.logits(self._model, embeds)
         except stages.StageEnd as end:
             self._leave(end.hidden[0, :num_tokens])
         else:
             self._put(logits, command.slot)
         finally:
             self._stage_input.hidden = None
+        if symptom := symptom_of_scores(self._comparison, self._skeleton.dtype):
+            kind = self._skeleton.config.model_type
+            raise UnsupportedModel(f"The {kind!r} model {symptom}; serve it with another engine.")
         return tuple(batch.step.layers)
+
+    def _held(self, command: Step, num_rows: int) -> AbstractContextManager[object]:
+        """Record the choices of routers in a preflight with the model's own attention, or repeat them."""
+        if not command.is_preflight:
+            return nullcontext()
+        pieces = command.work.pieces
+        if command.eager:
+            recorder = RecordedChoices(pieces[0].end)
+            self._choices[pieces[0].blocks[0]] = recorder.choices
+            return recorder
+        parts = [(self._choices[piece.blocks[0]], range(piece.start, piece.end)) for piece in pieces]
+        return HeldChoices(parts, num_rows, self._comparison)
 
     @property
     def _model(self) -> nn.Module:
