@@ -166,8 +166,9 @@ class Instance:
 
     def consider(self, *models: ModelCard) -> bool:
         """Note which of these the engine says that it will never serve; return whether it says of any."""
-        for model in models:
-            self.most_kv_tokens(model)  # an engine elsewhere finds it out, so as to know it when it is asked
+        if (limited := cast("SupportsKVLimit | None", _beneath(self.engine, SupportsKVLimit))) is not None:
+            for model in models:
+                limited.most_kv_tokens(model)  # one elsewhere finds it out, so as to know it when it is asked
         if _beneath(self.engine, SupportsModelCheck) is None:
             return False
         for model in models:
