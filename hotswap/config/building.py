@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from hotswap import Adapter, Fleet, Model
 from hotswap.config.exporting import readers_of, tracer_of
+from hotswap.config.policies import ReplaceableRouter, ReplaceableScheduler
 from hotswap.config.reading import secret_of
 from hotswap.config.schema import (
     DoorConfig,
@@ -20,6 +21,7 @@ from hotswap.config.schema import (
     FleetConfig,
     KVStoreConfig,
     ModelConfig,
+    PolicyConfig,
     StoreConfig,
 )
 from hotswap.door import ApiKey, Limits, PrometheusMetrics, Served
@@ -30,12 +32,26 @@ from hotswap.engine import Engine
 from hotswap.errors import BackendMissing, ConfigError
 from hotswap.kv_store import KVStore
 from hotswap.policies.by_name import router_named, scheduler_named
+from hotswap.policies.defaults import default_router, default_scheduler
+from hotswap.router import Router
+from hotswap.scheduler import Scheduler
 from hotswap.store import WeightStore
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-__all__ = ["Serving", "aliases_of", "at_place", "build", "engine_ids", "engine_of", "model_of", "settings_of"]
+__all__ = [
+    "Serving",
+    "aliases_of",
+    "at_place",
+    "build",
+    "described_engines",
+    "engine_ids",
+    "engine_of",
+    "model_of",
+    "policies_of",
+    "settings_of",
+]
 
 _ENGINES: Mapping[str, tuple[str, str]] = {
     "torch": ("hotswap.backends.torch", "TorchEngine"),
@@ -55,6 +71,8 @@ class Serving:
         app: The application of its door.
         front: The door itself.
         door: Where it listens, and how it ends.
+        scheduler: What the fleet plans by.
+        router: What it routes by.
         metrics: What metrics are recorded by; shut it down once the fleet has closed.
         tracer_provider: Where spans go; likewise.
     """
@@ -64,6 +82,8 @@ class Serving:
     app: Starlette
     front: Door
     door: DoorConfig = field(repr=False)
+    scheduler: ReplaceableScheduler
+    router: ReplaceableRouter
     metrics: PrometheusMetrics | None = field(default=None, repr=False)
     tracer_provider: TracerProvider | None = field(default=None, repr=False)
 
@@ -77,6 +97,8 @@ def build(config: FleetConfig) -> Serving:
     """
     metrics = _metrics(config)
     policy, tracer_provider = config.policy, tracer_of(config.telemetry)
+    made_scheduler, made_router = policies_of(policy)
+    scheduler, router = ReplaceableScheduler(made_scheduler), ReplaceableRouter(made_router)
     with at_place("policy"):
         fleet = Fleet(
             engines=[engine for at, of in enumerate(config.engines) for engine in _engines(at, of)],
@@ -84,8 +106,8 @@ def build(config: FleetConfig) -> Serving:
             kv_store=_kv_store(config.kv_store),
             models=[model_of(at, model) for at, model in enumerate(config.models)],
             adapters=[Adapter(one.id, one.model, one.source) for one in config.adapters],
-            scheduler=None if policy.scheduler is None else scheduler_named(policy.scheduler),
-            router=None if policy.router is None else router_named(policy.router),
+            scheduler=scheduler,
+            router=router,
             interval_s=policy.interval_s,
             max_waiting=policy.max_waiting,
             max_load_attempts=policy.max_load_attempts,
@@ -100,9 +122,22 @@ def build(config: FleetConfig) -> Serving:
         app=app_of(door, shown),
         front=door,
         door=config.door,
+        scheduler=scheduler,
+        router=router,
         metrics=metrics,
         tracer_provider=tracer_provider,
     )
+
+
+def policies_of(policy: PolicyConfig) -> tuple[Scheduler, Router]:
+    """Return the policies of a section; those of a fleet that names none where it has none.
+
+    Raises:
+        ConfigError: one cannot be made as it is written.
+    """
+    with at_place("policy"):
+        scheduler = default_scheduler() if policy.scheduler is None else scheduler_named(policy.scheduler)
+        return scheduler, default_router() if policy.router is None else router_named(policy.router)
 
 
 def aliases_of(config: FleetConfig) -> tuple[tuple[str, str], ...]:
@@ -148,8 +183,8 @@ def _metrics(config: FleetConfig) -> PrometheusMetrics | None:
 
 
 def _engines(at: int, config: EngineConfig) -> Generator[Engine]:
-    for number in range(config.count):
-        yield engine_of(at, config, number, _numbered(config.id, number))
+    for number, id in enumerate(config.ids):
+        yield engine_of(at, config, number, id)
 
 
 def engine_of(at: int, config: EngineConfig, number: int, id: str) -> Engine:
@@ -167,10 +202,15 @@ def engine_of(at: int, config: EngineConfig, number: int, id: str) -> Engine:
 
 def engine_ids(config: FleetConfig) -> dict[str, tuple[int, int]]:
     """Return the ids of all engines, each with the number of its section and its own in that."""
+    return {id: (at, number) for at, of in enumerate(config.engines) for number, id in enumerate(of.ids)}
+
+
+def described_engines(config: FleetConfig) -> dict[str, object]:
+    """Return how each engine is described, by its id, without the section that does."""
     return {
-        _numbered(of.id, number): (at, number)
-        for at, of in enumerate(config.engines)
-        for number in range(of.count)
+        id: (of.kind, of.path, {name: _numbered(value, number) for name, value in of.options.items()})
+        for id, (at, number) in engine_ids(config).items()
+        for of in (config.engines[at],)
     }
 
 

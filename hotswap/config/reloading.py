@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from anyio import CancelScope, Lock
 from pydantic import ValidationError
@@ -21,24 +21,19 @@ from hotswap.config.building import (
     engine_ids,
     engine_of,
     model_of,
+    policies_of,
     settings_of,
 )
+from hotswap.config.differences import FREE_OF_MODELS, Difference, changes_between, differing, left
 from hotswap.config.reading import read_config
 from hotswap.config.schema import AdapterConfig, DoorConfig, FleetConfig, ModelConfig
 from hotswap.door.settings import Settings
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, FleetClosed, HotswapError
 
-__all__ = ["FileSetup", "changes_between", "with_overrides"]
+__all__ = ["FileSetup", "with_overrides"]
 
 log = logging.getLogger("hotswap")
-
-C = TypeVar("C")
-
-# What cannot change while a fleet is open.
-_FIXED = ("engines", "stores", "kv_store", "policy", "telemetry")
-_FIXED_OF_DOOR = ("host", "port", "metrics", "vllm_metrics")
-_FREE_OF_MODELS = ("aliases", "tool_format", "reasoning_format", "sampling")
 
 
 def with_overrides(config: FleetConfig, door: Mapping[str, Any]) -> FleetConfig:
@@ -54,35 +49,6 @@ def with_overrides(config: FleetConfig, door: Mapping[str, Any]) -> FleetConfig:
         name = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{name} is {shown(first['input'])}: {first['msg']}.") from exc
     return config.model_copy(update={"door": changed})
-
-
-def changes_between(old: FleetConfig, new: FleetConfig) -> list[str]:
-    """Return in words what an open fleet is to change.
-
-    Raises:
-        ConfigError: something has changed that takes a new start; all of that, each by its place.
-    """
-    fixed = [f"{name} has changed" for name in _FIXED if getattr(old, name) != getattr(new, name)]
-    changes = list[str]()
-    for name in type(old.door).model_fields:
-        before, after = getattr(old.door, name), getattr(new.door, name)
-        if before != after and name in _FIXED_OF_DOOR:
-            fixed.append(f"door.{name} was {before!r} and is {after!r}")
-        elif before != after:
-            changes.append(f"door.{name}: " + ("changed" if name == "keys" else f"{before!r} -> {after!r}"))
-    models, adapters = _Compared(_by_id(old.models), _by_id(new.models)), _adapters_compared(old, new)
-    for id in models.kept:
-        fields = _differing(models.old[id], models.new[id])
-        fixed += [f"{name} of model {id!r} has changed" for name in fields if name not in _FREE_OF_MODELS]
-        changes += [f"model {id!r}: {name} changed" for name in fields if name in _FREE_OF_MODELS]
-    changes += [f"model {id!r}: added" for id in models.added]
-    changes += [f"model {id!r}: removed" for id in models.removed]
-    changes += [f"adapter {key}: added" for key in adapters.added]
-    changes += [f"adapter {key}: removed" for key in adapters.removed]
-    changes += [f"adapter {key}: another source" for key in _updated(adapters)]
-    if fixed:
-        raise ConfigError(f"{'; '.join(fixed)}. That takes a new start; nothing was changed.")
-    return changes
 
 
 class FileSetup:
@@ -101,6 +67,7 @@ class FileSetup:
         self._lock = Lock()
         self._numbers = count(2)
         # What files have no more and could not be removed yet.
+        self._left_engines: dict[str, object] = {}
         self._left_models: dict[str, ModelConfig] = {}
         self._left_adapters: dict[str, AdapterConfig] = {}
 
@@ -111,20 +78,23 @@ class FileSetup:
 
     def changes(self) -> list[str]:
         """Return what the next `reload` would change; errors are those of `Setup.reload`."""
-        return changes_between(self._config, self._read()) + _left(self._left_models, self._left_adapters)
+        return changes_between(self._config, self._read()) + left(
+            self._left_engines, self._left_models, self._left_adapters
+        )
 
     async def reload(self) -> Sequence[str]:
         """Read the file, log what has changed, apply all of it, and return it; errors are those of `Setup`.
 
-        Models and adapters that are new come first; an error there takes back what was done. Then the rest
-        changes at once. Models and adapters that are gone are removed last, each once its requests have
-        ended. One that could not be removed stays and is told of, and the next call tries it again.
+        Models, adapters and engines that are new come first; an error there takes back what was done. Then
+        the rest changes at once. Adapters and models that are gone are removed last, each once its requests
+        have ended, and then engines, whose requests move. What could not be removed stays and is told of, and
+        the next call tries it again.
         """
         async with self._lock:
             old, new = self._config, self._read()
             changes = changes_between(old, new)
             log.info("%s has changed: %s.", self._path, "; ".join(changes) or "in nothing")
-            if not changes and not self._left_models and not self._left_adapters:
+            if not (changes or self._left_engines or self._left_models or self._left_adapters):
                 return changes
             return changes + await self._apply(old, new)
 
@@ -134,7 +104,7 @@ class FileSetup:
     def engine_for(self, instance: str) -> Engine:
         """Return an engine as one of an instance is described; errors are those of `Setup`."""
         ids = engine_ids(self._config)
-        base = instance if instance in ids else instance.rpartition("-")[0]
+        base = instance if instance in ids else _replaced(instance)
         if base not in ids:
             raise ConfigError(f"instance is {instance!r}, which {self._path} does not describe.")
         at, number = ids[base]
@@ -145,28 +115,47 @@ class FileSetup:
     async def _apply(self, old: FleetConfig, new: FleetConfig) -> list[str]:
         """Apply a file, and return what is to be said beside what has changed in it."""
         fleet, settings, aliases = self._serving.fleet, settings_of(new), aliases_of(new)
-        models, adapters = _Compared(_by_id(old.models), _by_id(new.models)), _adapters_compared(old, new)
-        made = [model_of(at, one) for at, one in enumerate(new.models) if one.id in models.added]
-        _check_names(fleet, new, models.added)
-        told = await self._remove_left(models.new, adapters.new)
+        parts, policies = Difference.of(old, new), policies_of(new.policy)
+        models = [model_of(at, one) for at, one in enumerate(new.models) if one.id in parts.models.added]
+        engines = [
+            engine_of(at, new.engines[at], number, id)
+            for id, (at, number) in engine_ids(new).items()
+            if id in parts.engines.added
+        ]
+        _check_names(fleet, new, parts.models.added)
+        told = await self._remove_left(parts, new)
         async with _Additions(fleet) as additions:
-            for model in made:
+            for model in models:
                 if model.id not in self._left_models or not _has_model(fleet, model.id):
                     await additions.model(model)
-            for key in adapters.added:
-                additions.adapter(_adapter(adapters.new[key]))
-            for key in _updated(adapters):
-                await additions.update(_adapter(adapters.new[key]))
+            for key in parts.adapters.added:
+                additions.adapter(_adapter(parts.adapters.new[key]))
+            for key in parts.adapters.changed:
+                await additions.update(_adapter(parts.adapters.new[key]))
+            for engine in engines:  # last, as schedulers use them at once
+                if engine.id not in self._left_engines or not self._instances_of(engine.id, new):
+                    await additions.engine(engine)
         self._switch(old, new, settings, aliases)
-        for id in models.new:
-            self._left_models.pop(id, None)
-        for key in adapters.new:
-            self._left_adapters.pop(key, None)
-        gone_models = {id: models.old[id] for id in models.removed}
-        gone_adapters = {key: adapters.old[key] for key in adapters.removed}
-        self._left_models |= gone_models
-        self._left_adapters |= gone_adapters
-        return told + await self._remove(gone_models, gone_adapters)
+        self._serving.scheduler.use(policies[0])
+        self._serving.router.use(policies[1])
+        for left_ones, described in (
+            (self._left_engines, parts.engines.new),
+            (self._left_models, parts.models.new),
+            (self._left_adapters, parts.adapters.new),
+        ):
+            for id in described:
+                left_ones.pop(id, None)
+        self._left_engines |= {id: parts.engines.old[id] for id in parts.engines.removed}
+        self._left_models |= {id: parts.models.old[id] for id in parts.models.removed}
+        self._left_adapters |= {key: parts.adapters.old[key] for key in parts.adapters.removed}
+        gone = parts.engines.removed, parts.models.removed, parts.adapters.removed
+        return told + await self._remove(*gone, new)
+
+    def _instances_of(self, id: str, config: FleetConfig) -> list[str]:
+        """Return the instances of an engine's id: its own, or what replaced that."""
+        described = engine_ids(config)
+        held = [instance.id for instance in self._serving.fleet.view().instances]
+        return [one for one in held if one == id or (_replaced(one) == id and one not in described)]
 
     def _switch(
         self,
@@ -185,38 +174,42 @@ class FileSetup:
         self._serving.front.use(settings)
         self._config = new
 
-    async def _remove_left(
-        self, models: Mapping[str, ModelConfig], adapters: Mapping[str, AdapterConfig]
-    ) -> list[str]:
+    async def _remove_left(self, parts: Difference, new: FleetConfig) -> list[str]:
         """Remove what earlier files have left, but for what a new one has again; return what is to be said.
 
         Raises:
-            ConfigError: a model that the new file describes otherwise could not be removed.
+            ConfigError: a model or engine that the new file describes otherwise could not be removed.
         """
-        left_models = {
-            id: one
+        engines = [id for id, one in self._left_engines.items() if parts.engines.new.get(id) != one]
+        models = [
+            id
             for id, one in self._left_models.items()
-            if id not in models or not set(_differing(one, models[id])) <= set(_FREE_OF_MODELS)
-        }
-        left_adapters = {key: one for key, one in self._left_adapters.items() if adapters.get(key) != one}
-        told = await self._remove(left_models, left_adapters)
-        if again := [id for id in left_models if id in models and id in self._left_models]:
+            if id not in parts.models.new
+            or not set(differing(one, parts.models.new[id])) <= set(FREE_OF_MODELS)
+        ]
+        adapters = [key for key, one in self._left_adapters.items() if parts.adapters.new.get(key) != one]
+        told = await self._remove(engines, models, adapters, new)
+        again = [f"model {id!r}" for id in models if id in parts.models.new and id in self._left_models]
+        again += [f"engine {id!r}" for id in engines if id in parts.engines.new and id in self._left_engines]
+        if again:
             raise ConfigError(
-                f"model {again[0]!r} is another one than before, which could not be removed yet: "
+                f"{again[0]} is another one than before, which could not be removed yet: "
                 f"{'; '.join(told)}. Read the file again later; nothing else was changed."
             )
-        gone = _left(
-            [id for id in left_models if id not in self._left_models],
-            [key for key in left_adapters if key not in self._left_adapters],
+        gone = left(
+            [id for id in engines if id not in self._left_engines],
+            [id for id in models if id not in self._left_models],
+            [key for key in adapters if key not in self._left_adapters],
         )
         return gone + told
 
     async def _remove(
-        self, models: Mapping[str, ModelConfig], adapters: Mapping[str, AdapterConfig]
+        self, engines: Collection[str], models: Collection[str], adapters: Collection[str], new: FleetConfig
     ) -> list[str]:
-        """Remove adapters, then models, and return which could not be, and why."""
+        """Remove adapters, models, then engines that were left, and return which could not be, and why."""
         fleet, failed = self._serving.fleet, list[str]()
-        for key, one in adapters.items():
+        for key in adapters:
+            one = self._left_adapters[key]
             try:
                 if _held(fleet, one) is not None:
                     await fleet.adapters.remove(one.model, one.id)
@@ -234,11 +227,20 @@ class FileSetup:
                 raise
             except HotswapError as exc:
                 failed.append(f"model {id!r}: not removed yet ({exc})")
+        for id in engines:
+            try:
+                for instance in self._instances_of(id, new):
+                    await fleet.remove(instance, deadline_s=new.door.grace_s, reason="gone from the file")
+                self._left_engines.pop(id, None)
+            except FleetClosed:
+                raise
+            except HotswapError as exc:
+                failed.append(f"engine {id!r}: not removed yet ({exc})")
         return failed
 
 
 class _Additions:
-    """Adds models and adapters to a fleet; a block that ends by an error takes back what it has added."""
+    """Adds models, adapters and engines to a fleet; an error of the block takes back what it has added."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -267,6 +269,12 @@ class _Additions:
         await self._fleet.models.add(model)
         self._undo.push_async_callback(self._fleet.models.remove, model.id, deadline_s=0.0)
 
+    async def engine(self, engine: Engine) -> None:
+        """Start an engine and add it."""
+        await self._fleet.add(engine)
+        undo = partial(self._fleet.remove, engine.id, deadline_s=0.0, reason="taken back")
+        self._undo.push_async_callback(undo)
+
     def adapter(self, adapter: Adapter) -> None:
         """Add an adapter, unless it is there already from the same place."""
         held = _held(self._fleet, adapter)
@@ -284,10 +292,10 @@ class _Additions:
             self._undo.push_async_callback(self._fleet.adapters.update, before)
 
 
-def _left(models: Iterable[str], adapters: Iterable[str]) -> list[str]:
-    """Return in words that what an earlier file has left is removed."""
-    told = [f"adapter {key}: removed, which has failed before" for key in adapters]
-    return told + [f"model {id!r}: removed, which has failed before" for id in models]
+def _replaced(instance: str) -> str:
+    """Return the id of the engine that an instance has replaced, as far as its own id says; "" if not."""
+    base, _, number = instance.rpartition("-")
+    return base if number.isdecimal() else ""
 
 
 def _has_model(fleet: Fleet, id: str) -> bool:
@@ -315,41 +323,5 @@ def _check_names(fleet: Fleet, new: FleetConfig, added: Sequence[str]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared(Generic[C]):
-    """What a file described before and does now, by ids."""
-
-    old: Mapping[str, C]
-    new: Mapping[str, C]
-
-    @property
-    def added(self) -> list[str]:
-        return [key for key in self.new if key not in self.old]
-
-    @property
-    def removed(self) -> list[str]:
-        return [key for key in self.old if key not in self.new]
-
-    @property
-    def kept(self) -> list[str]:
-        return [key for key in self.new if key in self.old]
-
-
-def _adapters_compared(old: FleetConfig, new: FleetConfig) -> _Compared[AdapterConfig]:
-    return _Compared(*({f"{one.model}:{one.id}": one for one in config.adapters} for config in (old, new)))
-
-
-def _updated(adapters: _Compared[AdapterConfig]) -> list[str]:
-    return [key for key in adapters.kept if adapters.old[key].source != adapters.new[key].source]
-
-
 def _adapter(config: AdapterConfig) -> Adapter:
     return Adapter(config.id, config.model, config.source)
-
-
-def _by_id(models: Sequence[ModelConfig]) -> dict[str, ModelConfig]:
-    return {model.id: model for model in models}
-
-
-def _differing(old: ModelConfig, new: ModelConfig) -> list[str]:
-    return [name for name in type(old).model_fields if getattr(old, name) != getattr(new, name)]

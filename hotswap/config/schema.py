@@ -44,6 +44,11 @@ class EngineConfig(_Section):
             raise ValueError("several engines need an id with {n}, so that each has its own")
         return self
 
+    @property
+    def ids(self) -> list[str]:
+        """The id of each engine."""
+        return [self.id.replace("{n}", str(number)) for number in range(self.count)]
+
 
 class StoreConfig(_Section):
     """A tier of the store, `[[stores]]`, the fastest first."""
@@ -189,6 +194,10 @@ class FleetConfig(_Section):
     def _has_each_once(self) -> FleetConfig:
         ids = [model.id for model in self.models]
         adapters = [f"{one.model}:{one.id}" for one in self.adapters]
+        engines = [(at, id) for at, of in enumerate(self.engines) for id in of.ids]
+        for number, (section, id) in enumerate(engines):
+            if id in (other for _, other in engines[:number]):
+                raise ValueError(f"engines[{section}] has a second {id!r}; give each an id of its own")
         for kind, names in (("models", ids), ("adapters", adapters)):
             if (at := next((at for at, name in enumerate(names) if name in names[:at]), None)) is not None:
                 raise ValueError(f"{kind}[{at}] is a second {names[at]!r}; give each an id of its own")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from hotswap import Adapter
+from hotswap import Adapter, InstanceId, Sampling
 from hotswap.config import Serving, build, read_config
 from hotswap.config.reloading import FileSetup, with_overrides
 from hotswap.errors import ConfigError, HotswapError
@@ -93,7 +94,9 @@ def shown(made: Serving) -> tuple[Any, ...]:
     fleet = made.fleet
     models = sorted(model.id for model in fleet.models)
     adapters = [(adapter.model, adapter.id, adapter.source) for adapter in fleet.adapters]
-    return models, sorted(fleet.models.aliases.items()), adapters, made.front.settings
+    engines = sorted(instance.id for instance in fleet.view().instances)
+    policies = repr(made.scheduler), repr(made.router)
+    return models, sorted(fleet.models.aliases.items()), adapters, engines, policies, made.front.settings
 
 
 async def reload(client: httpx.AsyncClient) -> httpx.Response:
@@ -113,7 +116,7 @@ async def changed(file: Path) -> None:
             "model 'b': removed",
             "adapter a:x: removed",
         ]
-        models, aliases, adapters, settings = shown(made)
+        models, aliases, adapters, _, _, settings = shown(made)
         assert models == ["a"]
         assert aliases == [("one", "a"), ("three", "a")]
         assert adapters == []
@@ -134,12 +137,25 @@ def test_what_has_changed_holds_from_now_on(file: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("count = 2", "count = 3", "engines has changed"),
-        ("CostSwap()", "WeightedLoadSwap(t1=1, t2=8, b=2.0)", "policy has changed"),
+        ("max_adapters = 2", "max_adapters = 3", "engine 'e0' is described otherwise; engine 'e1' is"),
+        ("count = 2", "count = 3\nwhat = 1", "engines[0].what"),
+        ("[[stores]]", '[[engines]]\nkind = "sim"\nid = "e1"\n[[stores]]', "engines[1] has a second 'e1'"),
+        ("[[stores]]", '[[engines]]\nkind = "sim"\nid = "held"\n[[stores]]', "'held' already"),
+        (  # of two new engines the second is refused, and the first goes again
+            "[[stores]]",
+            '[[engines]]\nkind = "sim"\nid = "n"\n[[engines]]\nkind = "sim"\nid = "held"\n[[stores]]',
+            "'held' already",
+        ),
+        ("CostSwap()", "WhatSwap()", "policy: "),
+        ("[policy]\n", "[policy]\nmax_waiting = 3\n", "policy.max_waiting: 1024 -> 3. That takes a restart"),
         ('kind = "sim"\n\n', 'kind = "sim"\noptions = { shared = true }\n\n', "stores has changed"),
         ('size = "1 MB"\naliases', 'size = "1 MB"\nmin_replicas = 1\naliases', "min_replicas of model 'a'"),
-        ("[door]\n", '[door]\nhost = "0.0.0.0"\n', "door.host was"),
-        ("[door]\n", "[door]\nvllm_metrics = true\n", "door.vllm_metrics was"),
+        (
+            "[door]\n",
+            '[door]\nhost = "0.0.0.0"\n',
+            "door.host: '127.0.0.1' -> '0.0.0.0'. That takes a restart",
+        ),
+        ("[door]\n", "[door]\nvllm_metrics = true\n", "door.vllm_metrics: False -> True"),
         ("[door]", "[dor]", "dor: "),
         ("file:SECRET", "file:NOTHING", r"door.keys[0].secret"),
         ('"two"', '"b"', "models[0].aliases has 'b'"),
@@ -157,6 +173,7 @@ def test_a_file_that_cannot_be_applied_changes_nothing(file: Path, old: str, new
     async def refused() -> None:
         async with serving(file) as (made, client):
             made.fleet.adapters.add(Adapter("held", "a", "/old"))  # by an operator
+            await made.fleet.add(engine_of("held"))
             before = shown(made)
             assert old in FILE
             # A change that could be made alone goes with the one that cannot.
@@ -269,6 +286,100 @@ async def replaced(file: Path) -> None:
         assert (await client.post("/admin/replace", json={"instance": "e1"})).json()["instance"] == "e1-5"
         wrong = await client.post("/admin/replace", json={"instance": "zz"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "instance")
+
+
+@virtual_time
+async def more_and_fewer_engines(file: Path) -> None:
+    async with serving(file) as (made, client):
+
+        async def changes(count: int, *others: str) -> list[str]:
+            text = FILE.replace("count = 2", f"count = {count}")
+            write(file, text + "".join(f'\n[[engines]]\nkind = "sim"\nid = "{id}"\n' for id in others))
+            found: list[str] = (await reload(client)).json()["changes"]
+            return found
+
+        async def instances() -> list[str]:
+            return sorted(instance.id for instance in made.fleet.view().instances)
+
+        assert await changes(3, "own") == ["engine 'e2': added", "engine 'own': added"]
+        assert await instances() == ["e0", "e1", "e2", "own"]
+        await made.fleet.swap("e2", to="b")
+        assert await changes(3, "own") == []
+        # What has replaced an engine goes in its place; its request moves, and loses no token.
+        await made.fleet.swap("e1", to="a")
+        await client.post("/admin/replace", json={"instance": "e1"})
+        assert await instances() == ["e0", "e1-2", "e2", "own"]
+        await made.fleet.swap("e0", to="a")
+        await made.fleet.drain("e0")
+        async with made.fleet.stream("a", [1, 2], Sampling(max_tokens=400, ignore_eos=True)) as stream:
+            await anext(stream)
+            made.fleet.reopen("e0")
+            assert await changes(1) == [f"engine {id!r}: removed" for id in ("e1", "e2", "own")]
+            assert len(await stream.collect()) == 399
+        assert [hop.instance for hop in stream.hops] == ["e1-2", "e0"]
+        assert await instances() == ["e0"]
+        assert await changes(2) == ["engine 'e1': added"]
+        assert await instances() == ["e0", "e1"]
+
+
+def test_engines_come_and_go(file: Path) -> None:
+    more_and_fewer_engines(file)
+
+
+@virtual_time
+async def engine_that_stays(file: Path) -> None:
+    async with serving(file) as (made, client), anyio.create_task_group() as tasks:
+
+        async def changes(text: str) -> httpx.Response:
+            write(file, text)
+            return await reload(client)
+
+        await made.fleet.swap("e1", to="a")
+        tasks.start_soon(partial(made.fleet.swap, "e1", to="b"))
+        while not made.fleet.view().instance(InstanceId("e1")).swapping:  # noqa: ASYNC110 - simulated time
+            await anyio.sleep(0.001)
+        fewer = FILE.replace("count = 2", "count = 1")
+        told = (await changes(fewer)).json()["changes"]
+        assert told[0] == "engine 'e1': removed"
+        assert told[1].startswith("engine 'e1': not removed yet (")
+        # A file that describes it otherwise cannot have it yet; one that has it again keeps it.
+        other = fewer + '\n[[engines]]\nkind = "sim"\nid = "e1"\n'
+        refused = await changes(other)
+        assert refused.status_code == 400
+        assert "engine 'e1' is another one than before" in refused.json()["error"]["message"]
+        assert (await changes(FILE)).json()["changes"] == ["engine 'e1': added"]
+        assert len((await changes(fewer)).json()["changes"]) == 2
+        while made.fleet.view().instance(InstanceId("e1")).swapping:  # noqa: ASYNC110 - simulated time
+            await anyio.sleep(0.01)
+        assert (await changes(fewer)).json()["changes"] == ["engine 'e1': removed, which has failed before"]
+        assert [instance.id for instance in made.fleet.view().instances] == ["e0"]
+        assert (await changes(other)).json()["changes"] == ["engine 'e1': added"]
+
+
+def test_an_engine_that_a_swap_has_is_removed_the_next_time(file: Path) -> None:
+    engine_that_stays(file)
+
+
+@virtual_time
+async def other_policy(file: Path) -> None:
+    write(file, FILE.replace("CostSwap()", "KeepAsIs()"))
+    async with serving(file) as (made, client):
+        body = {"model": "b", "prompt": [1], "max_tokens": 2}
+        with anyio.move_on_after(30.0):
+            await client.post("/v1/completions", json=body)
+        assert not made.fleet.swaps, "this policy swaps nothing"
+        write(file, FILE.replace('"CostSwap()"', '"CostSwap()"\nrouter = "LeastLoadedRouter()"'))
+        told = (await reload(client)).json()["changes"]
+        assert told == [
+            "policy.scheduler: 'KeepAsIs()' -> 'CostSwap()'",
+            "policy.router: None -> 'LeastLoadedRouter()'",
+        ]
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert (repr(made.scheduler)[:8], repr(made.router)[:11]) == ("CostSwap", "LeastLoaded")
+
+
+def test_another_policy_decides_from_the_next_plan_on(file: Path) -> None:
+    other_policy(file)
 
 
 def test_an_engine_is_replaced_by_one_that_the_file_describes(file: Path) -> None:
