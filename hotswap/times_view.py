@@ -28,6 +28,10 @@ class TimesView:
         prefill_start_s: The part of a turn's prefill that its tokens do not lengthen: the seconds until all
             requests with which a turn began have a token, however few tokens they have; 0 before the first.
         prefill_token_s: The seconds that each of their tokens adds; 1/20,000 before the first.
+        restore_token_s: The seconds that each token takes whose KV blocks are copied from the KV store; 0
+            before the first.
+        kept_share: Of all tokens of evicted requests, the share whose KV blocks were there when the requests
+            went on, so that they were not computed again; 0 without a KV store.
         token_s: Seconds of stays on instances over the tokens that requests got there, of all stays, waits
             and prefills there included; 0.02 before the first.
     """
@@ -36,6 +40,8 @@ class TimesView:
     load_bytes_per_s: tuple[tuple[str, float], ...] = ()
     prefill_start_s: float = 0.0
     prefill_token_s: float = USUAL_PREFILL_TOKEN_S
+    restore_token_s: float = 0.0
+    kept_share: float = 0.0
     token_s: float = USUAL_TOKEN_S
 
     def load_s(self, store: StoreView, model: ModelId) -> float:
@@ -51,3 +57,8 @@ class TimesView:
     def prefill_s(self, num_tokens: int) -> float:
         """Return the seconds until requests with so many tokens, with which a turn begins, have one more."""
         return self.prefill_start_s + num_tokens * self.prefill_token_s
+
+    def resume_s(self, num_tokens: int, num_stored: float) -> float:
+        """Return the seconds of `prefill_s` where `num_stored` of the tokens are copied if that is sooner."""
+        saved_s = num_stored * (self.prefill_token_s - self.restore_token_s)
+        return self.prefill_s(num_tokens) - max(0.0, saved_s)

@@ -80,6 +80,7 @@ class ActiveRequest:
         arrived_s: When that token came.
         next_model: What it goes on as when it leaves, with the adapter there.
         finish_reason: Of its last token.
+        stored_tokens: How many of its first tokens the KV store had when they were saved or restored last.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ActiveRequest:
         self.arrived_s: float | None = None
         self.next_model: tuple[ModelId, Adapter | None] | None = None
         self.finish_reason: FinishReason | None = None
+        self.stored_tokens = 0
 
     # ------------------------------------------------------------------ what it has
 
@@ -164,8 +166,9 @@ class ActiveRequest:
         now_s = current_time()
         self.hops.append(Hop(instance=instance.id, first_index=self.num_generated, since_s=now_s))
 
-    def note_restored(self, num_tokens: int) -> None:
-        """Note that so many tokens were copied to where it is."""
+    def note_restored(self, num_tokens: int, stored_tokens: int) -> None:
+        """Note that so many tokens were copied to where it is, of those that are stored."""
+        self.stored_tokens = stored_tokens
         if self.hops:
             self.hops[-1] = replace(self.hops[-1], restored_tokens=num_tokens)
 

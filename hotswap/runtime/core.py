@@ -129,14 +129,12 @@ class Core(AsyncContextManagerMixin):
         adapters = to_objects(ConfigError, "adapters", adapters, Adapter)
         self._name = uuid.uuid4().hex[:8]
         self.telemetry = telemetry = Telemetry(tracer_provider, meter_provider, fleet=self._name)
-        self.state = state = FleetState(store, kv_store)
+        self.state = state = FleetState(store, kv_store, fleet=self._name)
         self.lifetime = Lifetime()
         limits = limits or SwapLimits()
         self.offload = None
         if kv_store is not None:
-            self.offload = Offload(
-                state, kv_store, self.lifetime, telemetry, fleet=self._name, save_s=limits.evict_s / 2
-            )
+            self.offload = Offload(state, kv_store, self.lifetime, telemetry, save_s=limits.evict_s / 2)
         self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)

@@ -144,7 +144,7 @@ class Restore:
         layout = sink.layout
         size = max(1, layout.block_bytes)
         first, step = sink.num_present_blocks, max(1, CHUNK_BYTES // size) * layout.block_tokens
-        with self._context.store.lease(self._context.prefix(layout, tokens[:-1])) as lease:
+        with self._context.store.lease(self._context.lookup.prefix(layout, tokens[:-1])) as lease:
             at, end, num_bytes = first * layout.block_tokens, lease.num_tokens, 0
             if at >= end:
                 return
@@ -157,12 +157,12 @@ class Restore:
                     num_bytes += -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
                 seconds = current_time() - started_s
             await sink.commit(tokens)
-        self._note(end - at, num_bytes, seconds)
+        self._note(end - at, end, num_bytes, seconds)
 
-    def _note(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
+    def _note(self, num_tokens: int, stored_tokens: int, num_bytes: int, seconds: float) -> None:
         tier, telemetry = self._context.tier, self._context.telemetry
-        self._context.state.times.learn_restore(num_bytes, seconds)
-        self._active.note_restored(num_tokens)
+        self._context.state.times.learn_restore(num_bytes, seconds, num_tokens)
+        self._active.note_restored(num_tokens, stored_tokens)
         self._instance.turn.restored(self._active.request.id, num_tokens)
         self._span.set_attributes(
             {tm.KV_RESTORED_TOKENS: num_tokens, tm.KV_RESTORED_BYTES: num_bytes, tm.KV_TIER: tier}

@@ -109,7 +109,7 @@ class Save:
         with logged("listed", self._instance.id):
             for cached in await engine.cached_kv():
                 with logged("saved", self._instance.id):
-                    prefix = self._context.prefix(cached.layout, cached.tokens)
+                    prefix = self._context.lookup.prefix(cached.layout, cached.tokens)
                     await self._copy(cached, self._put(prefix, share=ENDED_SHARE))
 
     async def stop_all(self) -> None:
@@ -131,8 +131,9 @@ class Save:
         async with self._export(active) as source:
             block_tokens, tokens = source.layout.block_tokens, request.tokens
             num_full = min(await source.num_tokens(), len(tokens)) // block_tokens * block_tokens
-            prefix = self._context.prefix(source.layout, tokens[:num_full])
-            await self._copy(source, self._put(prefix))
+            prefix = self._context.lookup.prefix(source.layout, tokens[:num_full])
+            await self._copy(source, put := self._put(prefix))
+            active.stored_tokens = put.num_tokens
             return num_full
 
     async def _stop_and_save(self, active: ActiveRequest) -> None:
@@ -140,7 +141,7 @@ class Save:
             arrival.push(self._note_stopped)  # also if it cannot stop
             async with self._export(active) as source:
                 stopped = await source.stop()
-                prefix = self._context.prefix(source.layout, stopped.tokens[: stopped.num_computed])
+                prefix = self._context.lookup.prefix(source.layout, stopped.tokens[: stopped.num_computed])
                 entry = _Stopped(source, prefix)
                 self._stopped.append(entry)
                 arrival.close()

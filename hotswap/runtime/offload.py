@@ -50,7 +50,6 @@ class Offload:
         store: Keeps the blocks.
         lifetime: Has the tasks of restores.
         telemetry: Records spans and metrics.
-        fleet: Tells its versions of adapters from those of other fleets.
         save_s: How long saving may take once requests have stopped.
     """
 
@@ -61,10 +60,9 @@ class Offload:
         lifetime: Lifetime,
         telemetry: Telemetry,
         *,
-        fleet: str,
         save_s: float,
     ) -> None:
-        self._context = KVContext(state, store, telemetry, fleet=fleet)
+        self._context = KVContext(state, store, telemetry)
         self._lifetime, self._save_s = lifetime, save_s
         self._num_not_copied = 0
         self._queues: WeakKeyDictionary[Instance, RestoreQueue] = WeakKeyDictionary()
@@ -134,12 +132,12 @@ class Offload:
         nothing is stored, or whose blocks are sooner computed than copied, costs a look-up.
         """
         request, num_tokens = active.remaining, 0
-        layout = self._context.layout(request.model, request.adapter)
+        layout = self._context.lookup.layout(request.model, request.adapter)
         if layout is None or not isinstance(instance.engine, SupportsMigration):
             return NO_RESTORE
         if request.sampling.prompt_logprobs is not None and not request.generated:
             return NO_RESTORE  # they are told of what is computed
-        prefix = self._context.prefix(layout, request.tokens[:-1])
+        prefix = self._context.lookup.prefix(layout, request.tokens[:-1])
         with logged("looked up", request.id):
             num_tokens = self._context.store.lookup(prefix)
         if not num_tokens or not self._is_sooner_copied(num_tokens, layout):
@@ -150,7 +148,9 @@ class Offload:
         return Restore(self._context, active, instance, key, span, queue, self._lifetime)
 
     def learn_first(self, active: ActiveRequest, num_reused: int, restored: Restore | NoRestore) -> None:
-        """Learn how long computing takes from the first token of a stay that waited for no restore."""
+        """Learn from the first token of a stay what was kept, or what computing takes without a restore."""
+        if active.num_evicted:
+            self._context.state.times.learn_return(active.remaining.num_tokens, num_reused)
         if restored is NO_RESTORE:
             num_computed = active.remaining.num_tokens - num_reused
             self._context.state.times.learn_first(active.request.model, num_computed, active.stay()[1])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeAlias
 
+from hotswap.kv_lookup import KVLookup
 from hotswap.loop_time import current_time
 from hotswap.request import AdapterId, ModelId, Request
 from hotswap.runtime.active import ActiveRequest
@@ -76,6 +77,7 @@ class Ticket:
         waiting: Whether the queue still has it.
         seen: Its `view`, once it was asked for.
         active: The request under way, once it has begun.
+        kv_lookup: Tells what is stored of it.
     """
 
     order: tuple[int, int]
@@ -88,6 +90,7 @@ class Ticket:
     waiting: bool = True
     seen: WaitingView | None = None
     active: ActiveRequest | None = None
+    kv_lookup: KVLookup | None = None
 
     @property
     def view(self) -> WaitingView:
@@ -105,6 +108,7 @@ class Ticket:
                 waiting_since_s=self.waiting_since_s,
                 num_evicted=0 if active is None else active.num_evicted,
                 num_stalls=0 if active is None else active.history.num_stalls,
+                stored_tokens=0 if self.kv_lookup is None else self.kv_lookup.stored_tokens(request),
             )
         return self.seen
 
@@ -121,7 +125,8 @@ class Queue:
     that none waits for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kv_lookup: KVLookup | None = None) -> None:
+        self._kv_lookup = kv_lookup
         self._by_model: dict[ModelId, _ModelQueue] = {}
         self._views: tuple[WaitingView, ...] | None = None
         self._num_tickets = 0
@@ -145,6 +150,7 @@ class Queue:
         self._num_tickets += 1
         order = (arrival - PRIORITY_PLACES * request.priority, self._num_tickets)
         ticket = Ticket(order, request, answered, current_time(), standing, active=active)
+        ticket.kv_lookup = self._kv_lookup
         self._append(ticket)
         return ticket
 

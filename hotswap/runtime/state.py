@@ -11,6 +11,7 @@ from hotswap.action import SwapRecord
 from hotswap.checks import check_strings
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, SwapRefused
+from hotswap.kv_lookup import KVLookup
 from hotswap.kv_store import KVStore
 from hotswap.loop_time import current_time
 from hotswap.metered_store import MeteredStore
@@ -23,7 +24,6 @@ from hotswap.runtime.entering import EnteringRequest
 from hotswap.runtime.events import EventLog
 from hotswap.runtime.index import Index
 from hotswap.runtime.instance import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RESTARTS, Cooldown, Instance
-from hotswap.runtime.kv_views import KVViews
 from hotswap.runtime.lifecycle import Event, Evicted, Lost, Next, doubled
 from hotswap.runtime.queue import Answered, Queue, Standing, Ticket
 from hotswap.runtime.registry import Registry
@@ -52,20 +52,20 @@ class FleetState(Registry):
         index: The instances by model, for views.
         store: Where weights are.
         kv_store: Where KV blocks are kept across swaps; `None` if they are not.
-        kv_views: Its views.
+        kv_lookup: What it has.
         version: Another number after every change that `changed` waits for.
         demand: How much each adapter is asked for.
         times: How long swaps and prefills take.
         events: What has happened, for those that watch the fleet.
     """
 
-    def __init__(self, store: WeightStore, kv_store: KVStore | None = None) -> None:
+    def __init__(self, store: WeightStore, kv_store: KVStore | None = None, *, fleet: str = "") -> None:
         super().__init__()
-        self.store, self.kv_store, self.kv_views = store, kv_store, KVViews(kv_store)
+        self.store, self.kv_store, self.kv_lookup = store, kv_store, KVLookup(kv_store, fleet)
         self.instances: dict[InstanceId, Instance] = {}
         self.entering: dict[EnteringRequest, None] = {}
         self.requests: dict[RequestId, ActiveRequest] = {}
-        self.queue, self.index = Queue(), Index()
+        self.queue, self.index = Queue(self.kv_lookup), Index()
         self.rolls: list[tuple[ModelId, ModelId]] = []
         self.suspect: RequestId | None = None
         self.num_running, self.num_tokens = Counter[ModelId](), Counter[ModelId]()

@@ -73,9 +73,9 @@ class MeasuredTimes:
     def __init__(self) -> None:
         self._unload, self._prefills = _Rate(), _Prefills()
         self._loads: dict[str, _Rate] = {}
-        self._save, self._restore = _Rate(), _Rate()
+        self._save, self._restore, self._restore_tokens = _Rate(), _Rate(), _Rate()
         self._compute: dict[ModelId, _Rate] = {}
-        self._stay_s, self._stay_tokens = 0.0, 0
+        self._stay_s, self._stay_tokens, self._num_kept, self._num_returned = 0.0, 0, 0, 0
         self._view: TimesView | None = TimesView()
 
     def learn_swap(self, record: SwapRecord) -> None:
@@ -121,10 +121,18 @@ class MeasuredTimes:
         if num_bytes >= _LEAST_COPY_BYTES:
             self._save.add(seconds, num_bytes)
 
-    def learn_restore(self, num_bytes: int, seconds: float) -> None:
+    def learn_restore(self, num_bytes: int, seconds: float, num_tokens: int = 0) -> None:
         """Learn how long they took to be copied from it, likewise."""
         if num_bytes >= _LEAST_COPY_BYTES:
             self._restore.add(seconds, num_bytes)
+            if num_tokens:
+                self._restore_tokens.add(seconds, num_tokens)
+                self._view = None
+
+    def learn_return(self, num_tokens: int, num_kept: int) -> None:
+        """Learn of how many of its tokens an evicted request had KV blocks when it went on, in any order."""
+        self._num_kept, self._num_returned = self._num_kept + num_kept, self._num_returned + num_tokens
+        self._view = None
 
     def save_s(self, num_bytes: int) -> float:
         """Return how long saving KV blocks takes; 0 before the first."""
@@ -145,6 +153,8 @@ class MeasuredTimes:
                 ),
                 prefill_start_s=prefill_start_s,
                 prefill_token_s=prefill_token_s,
+                restore_token_s=self._restore_tokens.value or 0.0,
+                kept_share=self._num_kept / self._num_returned if self._num_returned else 0.0,
                 token_s=self._stay_s / self._stay_tokens if self._stay_tokens else USUAL_TOKEN_S,
             )
         return self._view

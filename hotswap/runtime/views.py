@@ -137,7 +137,7 @@ class LiveView(FleetView):
 
     @cached_property
     def kv_store(self) -> KVStoreView | None:
-        return self._state.kv_views.view()
+        return self._state.kv_lookup.view()
 
     @cached_property
     def running(self) -> tuple[RunningView, ...]:
@@ -237,4 +237,5 @@ def _running_view(active: ActiveRequest, instance: Instance) -> RunningView:
         since_s=active.hops[-1].since_s,
         num_evicted=active.num_evicted,
         num_stalls=active.history.num_stalls,
+        stored_tokens=active.stored_tokens,
     )

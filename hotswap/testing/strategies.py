@@ -170,6 +170,7 @@ def _running(draw: st.DrawFn, instance: InstanceView) -> Sequence[RunningView]:
             arrived_s=NOW_S - num_tokens,
             begun=begun,
             moving=number < instance.num_moves,
+            stored_tokens=num_tokens // 2 if begun else 0,
         )
         for number, (num_tokens, priority, begun) in enumerate(drawn)
     ]
@@ -187,6 +188,7 @@ def _waiting(models: Sequence[ModelId]) -> st.SearchStrategy[WaitingView]:
         adapter=st.none() | st.sampled_from(ADAPTERS),
         num_tokens=st.integers(1, 100),
         num_generated=st.sampled_from([0, 0, 1]),
+        stored_tokens=st.sampled_from([0, 0, 1]),
         priority=st.integers(0, 2),
         arrived_s=st.floats(0, NOW_S),
         waiting_since_s=st.floats(0, NOW_S),

@@ -28,6 +28,7 @@ from hotswap.abc import (
 )
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore, sim_manifest
 from hotswap.errors import SwapFailed
+from hotswap.offline.replay import dump_view, load_view
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing import cancel_everywhere
 from tests.runtime.edited_moves import EditedMoves
@@ -132,6 +133,42 @@ async def test_requests_are_restored_after_a_swap_and_compute_one_token_anew() -
         there, back = fleet.swaps[-2:]
         assert (there.num_evicted, there.num_saved, back.num_saved) == (4, 4, 0)
         assert there.saved_bytes == sum(-(-(num_tokens - 1) // 16) * 16 * KV_BYTES for num_tokens in after)
+
+
+@virtual_time
+async def test_views_tell_what_is_stored_of_requests_and_what_restoring_takes() -> None:
+    prompts = [tuple(range(number, number + 1200)) for number in range(2)]
+    store = SimKVStore("1 GiB", bytes_per_s=10e6)
+    async with make_fleet(store) as fleet, running(fleet, prompts) as clients:
+        assert all(request.stored_tokens == 0 for request in fleet.view().running)
+        await fleet.swap("e0", to="b")
+        before = [client.num_tokens - 1 for client in clients]
+        waiting = fleet.view().waiting
+        assert sorted(request.stored_tokens for request in waiting) == sorted(before)
+        await fleet.swap("e0", to="a")
+        for client in clients:
+            await client.has(len(client.tokens) + 1)
+        view = fleet.view()
+        assert sorted(request.stored_tokens for request in view.running) == sorted(before)
+        assert view.times.restore_token_s == pytest.approx(KV_BYTES / 10e6, rel=0.1)
+        assert view.times.kept_share > 0.98
+        stored = sum(before)
+        assert view.times.resume_s(stored, stored) <= view.times.prefill_s(stored)
+        assert load_view(dump_view(view)) == view
+
+
+@virtual_time
+async def test_what_is_stored_of_a_chat_is_told_while_its_next_message_waits() -> None:
+    async with make_fleet(SimKVStore("1 GiB")) as fleet:
+        async with running(fleet, PROMPTS[:1], SHORT):
+            await away_and_back(fleet)
+        await fleet.swap("e0", to="b")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Client(fleet, (*PROMPTS[0], 7), SHORT).run)
+            tasks.start_soon(Client(fleet, PROMPTS[1], SHORT).run)
+            await until(lambda: len(fleet.view().waiting) == 2)
+            assert [request.stored_tokens for request in fleet.view().waiting] == [150, 0]
+            await fleet.swap("e0", to="a")
 
 
 @virtual_time

@@ -28,10 +28,8 @@ from hotswap.abc import KVLayout, KVStore
 from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, TieredKVStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.errors import SwapFailed, SwapRefused
+from hotswap.kv_lookup import KVLookup
 from hotswap.policies import LeastLoadedRouter
-from hotswap.runtime.kv_context import KVContext
-from hotswap.runtime.state import FleetState
-from hotswap.telemetry import Telemetry
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
@@ -268,10 +266,9 @@ async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed(store:
 
 def test_versions_of_adapters_are_told_from_those_of_other_fleets() -> None:
     """Both call theirs by one name and number, whatever is in it."""
-    state, plain = FleetState(DictStore()), make_layout(None)
-    contexts = [KVContext(state, HostKVStore(0), Telemetry(), fleet=fleet) for fleet in ("one", "other")]
+    plain, lookups = make_layout(None), [KVLookup(HostKVStore(0), fleet) for fleet in ("one", "other")]
     alike, apart = (
-        {context.prefix(layout, range(40)).key(0) for context in contexts}
+        {lookup.prefix(layout, range(40)).key(0) for lookup in lookups}
         for layout in (plain, make_layout(AdapterId("sql")))
     )
     assert (len(alike), len(apart)) == (1, 2)

@@ -9,6 +9,7 @@ from math import inf, ldexp
 from typing import NamedTuple
 
 from hotswap.action import Action, Swap
+from hotswap.policies.resume_costs import resume_s
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.policies.schedulers.instances import used_s
 from hotswap.policies.schedulers.min_replicas import restore_min_replicas
@@ -46,8 +47,8 @@ class CostSwap(Scheduler):
     weight, over *E*. An instance without a request costs nothing.
 
     **Evicted requests** stop until *i* has come to *m*, *m* has had a turn of 2 *S*, the *q* others, on *E*
-    instances, have had theirs, and *i* has come back; then their tokens are computed again. With other
-    replicas they lose less.
+    instances, have had theirs, and *i* has come back; then their tokens are computed again, or those copied
+    that the fleet's KV store keeps. With other replicas they lose less.
 
     **A stop counts by its share of the whole** time of its request: an answer of a minute loses little by a
     stop of two seconds, and one of two seconds as much as it takes. A request is expected to take as long
@@ -170,7 +171,7 @@ class _Busy:
     Attributes:
         donor: The model that it has.
         since_s: The loop time at which its turn began.
-        prefill_s: What it takes to compute the tokens of its requests again.
+        prefill_s: What it takes to compute the tokens of its requests again, or to copy their KV blocks.
         back_s: What a swap back takes.
         end_s: The seconds after which all of its requests have ended at the latest.
     """
@@ -179,7 +180,7 @@ class _Busy:
         times, runs = fleet.times, fleet.running_on(instance.id)
         self.donor, self.back_s = donor, back_s
         self.since_s = -inf if instance.serving_since_s is None else instance.serving_since_s
-        self.prefill_s = times.prefill_s(sum(run.num_tokens for run in runs))
+        self.prefill_s = resume_s(times, runs)
         self.end_s = times.token_s * max((run.num_remaining for run in runs), default=0)
         self._num_unknown = instance.num_requests - len(runs)
         self._whole_s = [

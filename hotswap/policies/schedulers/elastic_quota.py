@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite, ldexp
 
 from hotswap.action import Action, Swap
 from hotswap.errors import ConfigError
+from hotswap.policies.resume_costs import resume_s
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.policies.schedulers.min_replicas import restore_min_replicas
 from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
-from hotswap.view import FleetView, InstanceState, InstanceView, ModelView
+from hotswap.view import FleetView, InstanceState, InstanceView, ModelView, RunningView, WaitingView
 
 __all__ = ["ElasticQuota", "Quotas", "quotas"]
 
@@ -87,7 +88,8 @@ class ElasticQuota(Scheduler):
     - In the paper prefill has engines of its own, and KV blocks outlive a turn. Here the instances do both,
       and a turn begins with a prefill of all that its requests have, prompts and tokens of earlier turns. No
       token comes meanwhile, as in a switch, so that time is part of *c*, and a turn is longer by it than its
-      quota.
+      quota. With a KV store of the fleet, what is stored of them is copied instead, in the time that the
+      fleet has measured (`policies.resume_costs`).
     - With prefill engines of their own, first tokens come in the order of requests and wait for no round.
       Here each second in which a request waits for its first token counts `first_weight` times: other
       requests of its model are ahead of their due tokens, if `alpha` is under 1, and it has none. Every wait
@@ -108,7 +110,7 @@ class ElasticQuota(Scheduler):
         switch_s: Seconds of a switch besides reading the weights.
         prefill_token_s: Seconds per token that a model's requests have when its turn begins. With `None` the
             prefill of a turn takes what the fleet has measured (`FleetView.times`), a constant part included.
-            0 if engines keep KV blocks from turn to turn.
+            Tokens that the fleet's KV store has do not count. 0 if engines keep KV blocks from turn to turn.
         deadline_s: Seconds that running requests get to finish when their model's turn is over.
         first_weight: How many times the wait for a first token counts; with 0 only the wait for a turn does.
     """
@@ -153,14 +155,15 @@ class ElasticQuota(Scheduler):
 
     def _prefill_s(self, fleet: FleetView) -> Mapping[ModelId, float]:
         """The seconds of prefill for each model's requests, if it has any, if its turn began now."""
-        tokens: Counter[ModelId] = Counter()
+        requests: defaultdict[ModelId, list[WaitingView | RunningView]] = defaultdict(list)
         for running in fleet.running:
-            tokens[running.model] += running.num_tokens
+            requests[running.model].append(running)
         for waiting in fleet.waiting:
-            tokens[waiting.model] += waiting.num_tokens
-        if self.prefill_token_s is None:
-            return {model: fleet.times.prefill_s(number) for model, number in tokens.items()}
-        return {model: self.prefill_token_s * number for model, number in tokens.items()}
+            requests[waiting.model].append(waiting)
+        times = fleet.times
+        if self.prefill_token_s is not None:
+            times = replace(times, prefill_start_s=0.0, prefill_token_s=self.prefill_token_s)
+        return {model: resume_s(times, of_model) for model, of_model in requests.items()}
 
     def _switch_s(self, fleet: FleetView, model: ModelView) -> float:
         load_s = fleet.store.load_s(model.id)
