@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +32,7 @@ from benchmarks.serverlessllm import compute_s
 from benchmarks.table import show
 from hotswap import Fleet, Model, Sampling
 from hotswap.abc import Scheduler
-from hotswap.backends.sim import SimEngine
+from hotswap.backends.sim import SimEngine, SimKVStore
 from hotswap.offline.virtual_time import run
 from hotswap.offline.workloads import log_normal_lengths
 from hotswap.policies import ElasticQuota, KeepAliveSwap, LeastLoadedRouter, Quotas, quotas
@@ -82,6 +82,7 @@ FULL = (
 # From host memory at 50 GB/s, then across the device's link at as much: 0.66 s a switch, unload included.
 CLUSTER = Cluster(num_engines=ENGINES, profile="h100-llama-3.1-8b")
 STEP_S, SWITCH_S, PREFILL_TOKEN_S = 0.0075, 0.34, 2.1e-5
+KV_STORE = "400 GiB"
 # Qmax of the paper is 4 s. Here engines prefill in the same turns, so a round has to fit into the TTFT.
 QMAX_S = 1.0
 
@@ -100,6 +101,7 @@ SYSTEMS: Mapping[str, Scheduler] = {"turns": TURNS, "whole requests": WHOLE}
 class Tally:
     """Counts of tokens, and of tokens on time, of the requests after the warm-up."""
 
+    warm_up_s: float = WARM_UP_S
     num_tokens: int = 0
     num_on_time: int = 0
     num_requests: int = 0
@@ -152,19 +154,35 @@ def promised(models_per_engine: int) -> Quotas:
     return quotas(n, models_per_engine * switch_s, max_quota_s=QMAX_S)
 
 
-def play(trace: Trace, scheduler: Scheduler) -> Tally:
-    """Serve a trace in virtual time and count tokens."""
-    tally = Tally()
-    run(_serve, trace, scheduler, tally)
+def play(
+    trace: Trace, scheduler: Scheduler, *, warm_up_s: float = WARM_UP_S, kv_bytes_per_s: float = 0.0
+) -> Tally:
+    """Serve a trace in virtual time and count tokens.
+
+    Args:
+        trace: The requests.
+        scheduler: Plans the swaps.
+        warm_up_s: Requests that arrive earlier are served and not counted.
+        kv_bytes_per_s: KV blocks are kept in host memory across turns, and copied so fast each way; with 0
+            they are computed again.
+    """
+    tally = Tally(warm_up_s=warm_up_s)
+    run(_serve, trace, scheduler, tally, kv_bytes_per_s)
     return tally
 
 
-async def _serve(trace: Trace, scheduler: Scheduler, tally: Tally) -> None:
-    models = sorted(trace.models)
+async def _serve(trace: Trace, scheduler: Scheduler, tally: Tally, kv_bytes_per_s: float) -> None:
+    models, cluster, kv_store = sorted(trace.models), CLUSTER, None
+    if kv_bytes_per_s:
+        profile = CLUSTER.measured
+        device = replace(profile.device, kv_bytes_per_s=kv_bytes_per_s)
+        cluster = replace(CLUSTER, profile=replace(profile, device=device))
+        kv_store = SimKVStore(KV_STORE, bytes_per_s=kv_bytes_per_s)
     async with (
         Fleet(
-            engines=CLUSTER.engines(SimEngine),
-            store=CLUSTER.store(models),
+            engines=cluster.engines(SimEngine),
+            store=cluster.store(models),
+            kv_store=kv_store,
             models=[Model(model) for model in models],
             router=LeastLoadedRouter(),
             scheduler=scheduler,
@@ -181,7 +199,7 @@ async def _serve(trace: Trace, scheduler: Scheduler, tally: Tally) -> None:
 
 async def _ask(fleet: Fleet, number: int, request: TraceRequest, tally: Tally) -> None:
     sampling = Sampling(max_tokens=request.output_tokens, ignore_eos=True)
-    counts = request.arrive_s >= WARM_UP_S
+    counts = request.arrive_s >= tally.warm_up_s
     due_s = request.arrive_s + SLO.ttft_s
     async with fleet.stream(request.model, request.prompt(number), sampling) as stream:
         async for token in stream:
