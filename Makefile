@@ -41,7 +41,7 @@ PYTEST := $(BIN)/python -m pytest
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo serve test vllm-test ray-test browser-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env browser-env docs docs-env check check-style check-mypy check-pyright check-docs public-types format wheel clean
+.PHONY: help venv demo serve test vllm-test ray-test browser-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env browser-env docs docs-env check check-style check-mypy check-pyright check-docs check-words public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -108,8 +108,8 @@ vllm-sources: constraints/vllm-sources.txt | $(READY)  ## fetch the Python files
 	    || echo "The sources of the newest vLLM could not be fetched; its names are not checked." >&2
 
 # Two at a time, since each of the type checkers keeps one core busy.
-check: $(READY)  ## format, lint, types, layers and the site of docs/
-	@$(MAKE) --no-print-directory -j 2 check-pyright check-mypy check-style check-docs
+check: $(READY)  ## format, lint, types, layers, words and the site of docs/
+	@$(MAKE) --no-print-directory -j 2 check-pyright check-mypy check-style check-docs check-words
 
 check-style: $(READY)
 	$(BIN)/ruff format --check .
@@ -125,6 +125,9 @@ check-pyright: $(READY)
 # With what the working tree has, whichever tree the environment was made in.
 check-docs: $(DOCS)/.ready  ## build the site of docs/ strictly: every page, link, anchor and public name
 	@PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict --clean
+
+check-words: $(DOCS)/.ready  ## look for misspelled words, and for those of docs/hooks/words.txt
+	@$(DOCS)/bin/codespell --dictionary=- --dictionary=docs/hooks/words.txt README.md CONTRIBUTING.md CHANGELOG.md Makefile mkdocs.yml benchmarks deploy docs examples hotswap tests
 
 docs: $(DOCS)/.ready  ## serve the site of docs/ at http://127.0.0.1:8001, and build it anew when a page changes
 	@PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8001 $(ARGS)

@@ -19,7 +19,7 @@ from tests.backends.transports.processes import run_module, said
 from tests.backends.transports.recording import RecordingEngine
 from tests.backends.transports.strangers import logged, move, served_at
 
-OTHER = 65534  # "nobody" on most systems; it needs no name
+OTHER = 65534  # a user without rights on most systems; it needs no name
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="only root may start processes of another user"
