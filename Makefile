@@ -156,6 +156,8 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing hotswap[$(EXTRAS)] into .venv$(if $(CONSTRAINTS), by $(CONSTRAINTS)): minutes, but only once." >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[$(EXTRAS)]"
+	@$(if $(filter torch,$(subst $(comma), ,$(EXTRAS))),echo "Compiling kernels for this CPU: seconds$(comma) but only once." >&2; \
+	    $(BIN)/hotswap warm || echo "They could not be compiled now: the first load compiles them." >&2)
 	@touch $@
 
 # The three that it brings along are builds for CUDA, which clash with the torch for CPUs; text needs none of them.

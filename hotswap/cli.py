@@ -29,6 +29,7 @@ from hotswap.commands.arguments import (
 )
 from hotswap.commands.progress import progress_bar
 from hotswap.commands.table import table, to_size, to_time
+from hotswap.commands.warm import add_warm, warm
 from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "least", add_least, _least, "search for the fewest engines that meet a target"),
         (commands, "plan", add_plan, _plan, "repeat one decision of a scheduler, and explain it"),
         (commands, "fit", add_fit, _fit, "measure an engine, and write a profile for simulations of it"),
+        (commands, "warm", add_warm, warm, "compile the kernels for this CPU, so that no load has to"),
     )
     for group, name, add_arguments, command, text in larger:
         made = group.add_parser(name, help=text)

@@ -107,13 +107,20 @@ class ReleasedMemory:
     async def freed(self) -> None:
         """Wait until all tracked memory is free, and return the allocator's unused memory to the driver.
 
+        Tensors in reference cycles are collected once, in a worker thread, if some memory is still in use:
+        a collection takes tenths of a second.
+
         Raises:
             MemoryNotReclaimed: something still uses it after a few seconds.
         """
         used, self._storages = self._storages, []
+        is_collected = False
         with anyio.move_on_after(_RECLAIM_S):
             while used := [storage for storage in used if not storage.expired()]:
-                gc.collect()
+                if not is_collected:
+                    await run_in_thread(gc.collect)
+                    is_collected = True
+                    continue
                 await anyio.sleep(_POLL_S)
         used = [storage for storage in used if not storage.expired()]  # on a busy machine it ends late
         if self._device.type == "cuda":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +59,26 @@ async def test_memory_in_a_cycle_is_collected(emptied: list[bool]) -> None:
     released = watched(flat)
     del flat, cycle
     await released.freed()
+
+
+async def test_cycles_are_collected_once_and_beside_the_event_loop(
+    emptied: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect, threads = gc.collect, list[int]()
+
+    def counted(*given: int) -> int:
+        threads.append(threading.get_ident())
+        return collect(*given)
+
+    monkeypatch.setattr(gc, "collect", counted)
+    monkeypatch.setattr(device, "_RECLAIM_S", 0.05)
+    flat = torch.zeros(64)
+    with pytest.raises(MemoryNotReclaimed):
+        await watched(flat).freed()
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+    await ReleasedMemory(torch.device("cuda")).freed()
+    assert len(threads) == 1, "nothing was in use"
 
 
 async def test_nothing_is_watched_on_a_cpu(emptied: list[bool]) -> None:
