@@ -104,6 +104,7 @@ def build(config: FleetConfig) -> Serving:
             engines=[engine for at, of in enumerate(config.engines) for engine in _engines(at, of)],
             store=_store(config),
             kv_store=_kv_store(config.kv_store),
+            kv_write_through_s=config.kv_store.write_through_s if config.kv_store else None,
             models=[model_of(at, model) for at, model in enumerate(config.models)],
             adapters=[Adapter(one.id, one.model, one.source) for one in config.adapters],
             scheduler=scheduler,

@@ -69,6 +69,9 @@ class KVStoreConfig(_Section):
     budget: str | int = Field(description="the most bytes, in memory (`nvme`: on the disk)")
     directory: str | None = Field(default=None, description="of `nvme` and `tiered`: where files are")
     disk_budget: str | int | None = Field(default=None, description="of `tiered`: the most bytes on the disk")
+    write_through_s: float | None = Field(
+        default=None, description="seconds between saves of requests that run, for when an engine is lost"
+    )
 
 
 class ModelConfig(_Section):

@@ -105,6 +105,7 @@ class Core(AsyncContextManagerMixin):
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
         kv_store: KVStore | None = None,
+        kv_write_through_s: float | None = None,
         random: Random | None = None,
     ) -> None:
         check_positive_seconds(ConfigError, interval_s=interval_s)
@@ -132,9 +133,8 @@ class Core(AsyncContextManagerMixin):
         self.state = state = FleetState(store, kv_store, fleet=self._name)
         self.lifetime = Lifetime()
         limits = limits or SwapLimits()
-        self.offload = None
-        if kv_store is not None:
-            self.offload = Offload(state, kv_store, self.lifetime, telemetry, save_s=limits.evict_s / 2)
+        save_s = limits.evict_s / 2
+        self.offload = Offload.of(state, self.lifetime, telemetry, save_s, kv_write_through_s)
         self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)

@@ -67,6 +67,9 @@ class Fleet(Requests, AsyncContextManagerMixin):
         meter_provider: for metrics; likewise.
         kv_store: keeps KV blocks of evicted and ended requests across swaps, so that they are copied in place
             of being computed again; the fleet opens and closes it. Without one they are lost.
+        kv_write_through_s: every so many seconds full KV blocks of requests that run are saved, so that a
+            request whose engine is lost computes only what came later; by default they are saved when a swap
+            or a drain is to come.
         random: draws the seeds of requests that name none; by default each is another in every process.
 
     Raises `ConfigError` if an argument is wrong, by its name; the verbs do so before they do anything else.
@@ -92,6 +95,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
         kv_store: KVStore | None = None,
+        kv_write_through_s: float | None = None,
         random: Random | None = None,
     ) -> None:
         from hotswap.policies.defaults import default_router, default_scheduler  # not by `import hotswap`
@@ -114,6 +118,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
             tracer_provider=tracer_provider,
             meter_provider=meter_provider,
             kv_store=kv_store,
+            kv_write_through_s=kv_write_through_s,
             random=random,
         )
 

@@ -71,6 +71,7 @@ class Save:
         self._leases, self._limit_s = leases, limit_s
         self.released: list[RequestId] = []
         self._stopped: list[_Stopped] = []
+        self._num_saved: dict[RequestId, int] = {}  # full blocks, in tokens
         self._num_stopping = 0
         self._planned = anyio.Event()
         self._copying = anyio.Lock()
@@ -89,17 +90,20 @@ class Save:
 
     async def ahead(self, pause_s: float = AHEAD_S) -> Never:
         """Save the full blocks of requests that decode, and what ended ones left, until it is cancelled."""
-        num_saved: dict[RequestId, int] = {}
         for turn in itertools.count():
-            for active in self._running():
-                with logged(AHEAD, active.request.id):
-                    num_saved[active.request.id] = await self._copy_full(
-                        active, num_saved.get(active.request.id, 0)
-                    )
+            await self.full_blocks()
             if not turn:
                 await self.ended()
             await anyio.sleep(pause_s)
         raise AssertionError
+
+    async def full_blocks(self) -> None:
+        """Save the full blocks of requests that decode, once."""
+        for active in self._running():
+            with logged(AHEAD, active.request.id):
+                self._num_saved[active.request.id] = await self._copy_full(
+                    active, self._num_saved.get(active.request.id, 0)
+                )
 
     async def ended(self) -> None:
         """Save what ended requests left in the engine's prefix cache, the latest first."""

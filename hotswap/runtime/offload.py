@@ -18,18 +18,21 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from hotswap import telemetry as tm
+from hotswap.checks import check_positive_seconds
+from hotswap.errors import ConfigError
 from hotswap.kv_store import KVStore
 from hotswap.migration import KVLayout, SupportsMigration
 from hotswap.request import RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.instance import Instance
-from hotswap.runtime.kv_context import KVContext, logged
+from hotswap.runtime.kv_context import AHEAD, KVContext, logged
 from hotswap.runtime.kv_restoring import NO_RESTORE, NoRestore, Restore, RestoreQueue
 from hotswap.runtime.kv_saving import Save, Saved
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
 from hotswap.tasks_beside import tasks_beside
 from hotswap.telemetry import Telemetry
+from hotswap.view import InstanceState
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -51,6 +54,7 @@ class Offload:
         lifetime: Has the tasks of restores.
         telemetry: Records spans and metrics.
         save_s: How long saving may take once requests have stopped.
+        write_through_s: The seconds between saves of what runs; `None` makes none.
     """
 
     def __init__(
@@ -61,11 +65,31 @@ class Offload:
         telemetry: Telemetry,
         *,
         save_s: float,
+        write_through_s: float | None = None,
     ) -> None:
         self._context = KVContext(state, store, telemetry)
-        self._lifetime, self._save_s = lifetime, save_s
+        self._lifetime, self._save_s, self._write_through_s = lifetime, save_s, write_through_s
+        self._writes_through = False
         self._num_not_copied = 0
         self._queues: WeakKeyDictionary[Instance, RestoreQueue] = WeakKeyDictionary()
+
+    @classmethod
+    def of(
+        cls,
+        state: FleetState,
+        lifetime: Lifetime,
+        telemetry: Telemetry,
+        save_s: float,
+        write_through_s: float | None,
+    ) -> Offload | None:
+        """Return what saves to the store of a fleet; `None` without a store."""
+        if write_through_s is not None:
+            check_positive_seconds(ConfigError, kv_write_through_s=write_through_s)
+        if (store := state.kv_store) is not None:
+            return cls(state, store, lifetime, telemetry, save_s=save_s, write_through_s=write_through_s)
+        if write_through_s is not None:
+            raise ConfigError("kv_write_through_s is given without a kv_store; give that too.")
+        return None
 
     # ------------------------------------------------------------------ saving
 
@@ -95,6 +119,21 @@ class Offload:
         if isinstance(instance.engine, SupportsMigration):
             with logged("saved", instance.id), self._saving(instance, saved, span) as save:
                 await save.ahead()
+
+    async def _write_through(self, every_s: float) -> None:
+        """Save full blocks of what runs again and again, on all instances at once."""
+        while True:
+            await anyio.sleep(every_s)
+            async with anyio.create_task_group() as tasks:
+                for instance in self._context.state.instances.values():
+                    if isinstance(instance.engine, SupportsMigration):
+                        tasks.start_soon(self._save_full, instance)
+
+    async def _save_full(self, instance: Instance) -> None:
+        with anyio.move_on_after(self._save_s), logged(AHEAD, instance.id):
+            if instance.status().state is InstanceState.SERVING:
+                with self._saving(instance, Saved(), None) as save:
+                    await save.full_blocks()
 
     async def save_running(self, instance: Instance) -> frozenset[RequestId]:
         """Stop the requests that run on an instance, save their blocks, and have the engine evict them.
@@ -131,6 +170,9 @@ class Offload:
         A stream of the request is to be opened in it; `leave` it at the first token. A request of which
         nothing is stored, or whose blocks are sooner computed than copied, costs a look-up.
         """
+        if self._write_through_s is not None and not self._writes_through:
+            self._writes_through = True
+            self._lifetime.tasks.start_soon(self._write_through, self._write_through_s)
         request, num_tokens = active.remaining, 0
         layout = self._context.lookup.layout(request.model, request.adapter)
         if layout is None or not isinstance(instance.engine, SupportsMigration):

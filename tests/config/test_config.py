@@ -30,6 +30,7 @@ kind = "sim"
 [kv_store]
 kind = "sim"
 budget = "1 GiB"
+write_through_s = 60
 
 [[models]]
 id = "a"
@@ -141,6 +142,7 @@ def test_kv_blocks_are_kept_where_a_file_says(
         ('budget = "1 GiB"', 'budget = "much"', "kv_store: capacity is 'much'"),
         ('kind = "sim"\nbudget', 'kind = "disk"\nbudget', "kv_store.kind: "),
         ('kind = "sim"\nbudget', 'kind = "nvme"\nbudget', "kv_store: directory is missing"),
+        ("write_through_s = 60", "write_through_s = 0", "kv_write_through_s is 0"),
         (
             'kind = "sim"\nbudget',
             'kind = "tiered"\ndirectory = "d"\nbudget',

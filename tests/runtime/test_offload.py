@@ -27,7 +27,7 @@ from hotswap.abc import (
     KVStoreView,
 )
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore, sim_manifest
-from hotswap.errors import SwapFailed
+from hotswap.errors import ConfigError, SwapFailed
 from hotswap.offline.replay import dump_view, load_view
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing import cancel_everywhere
@@ -438,6 +438,53 @@ async def test_an_engine_that_is_lost_while_it_is_saved_ends_the_swap_as_ever() 
             engine.lose()
         await until(lambda: engine.status().state is InstanceState.EMPTY)
         await fleet.swap("e0", to="a")
+
+
+@pytest.mark.parametrize("write_through_s", [0.25, None])
+@virtual_time
+async def test_a_lost_engine_costs_the_tokens_since_the_last_write_through(
+    write_through_s: float | None,
+) -> None:
+    """Without one all tokens are computed again."""
+    engines = [make_engine("e0"), make_engine("e1")]
+    store = SimKVStore("1 GiB")
+    fleet = make_fleet(store, engines, kv_write_through_s=write_through_s)
+    async with fleet, running(fleet, PROMPTS[:2]) as clients:
+        await fleet.swap("e1", to="a")
+        for client in clients:
+            await client.has(100)
+        num_tokens = [client.num_tokens for client in clients]
+        engines[0].lose()
+        for client, before in zip(clients, num_tokens, strict=True):
+            await client.has(before - len(client.prompt) + 2)
+            assert len(client.restored) == 2
+            if write_through_s is None:
+                assert client.restored[1] == 0
+            else:  # a quarter of a second of steps of 12 ms, and a block that is not full
+                assert before - 48 < client.restored[1] < before
+        await until(lambda: engines[0].status().state is InstanceState.EMPTY)
+
+
+@virtual_time
+async def test_a_write_through_copies_only_what_is_new_and_leases_nothing() -> None:
+    store = SimKVStore("1 GiB")
+    async with make_fleet(store, kv_write_through_s=0.1) as fleet, running(fleet) as clients:
+        await clients[0].has(200)
+        view = store.view()
+        (stored,) = view.models
+        held = sum(client.num_tokens // 16 for client in clients)
+        assert held - 4 * len(clients) < stored.num_blocks <= held
+        assert view.num_leases == 0
+        record = await fleet.swap("e0", to="b")
+        assert record.saved_bytes <= 4 * len(clients) * 16 * KV_BYTES
+        await fleet.swap("e0", to="a")
+
+
+def test_a_write_through_needs_seconds_and_a_store() -> None:
+    with pytest.raises(ConfigError, match="kv_write_through_s is 0"):
+        make_fleet(SimKVStore("1 GiB"), kv_write_through_s=0)
+    with pytest.raises(ConfigError, match="without a kv_store"):
+        make_fleet(None, kv_write_through_s=1.0)
 
 
 @virtual_time

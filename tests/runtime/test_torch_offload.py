@@ -78,6 +78,8 @@ def make_fleet(
     kv_store: KVStore | None,
     engines: Sequence[TorchEngine] = (),
     adapters: Sequence[Adapter] = (),
+    *,
+    kv_write_through_s: float | None = None,
 ) -> Fleet:
     return Fleet(
         engines=engines or [make_engine("e0")],
@@ -87,6 +89,7 @@ def make_fleet(
         router=LeastLoadedRouter(),
         scheduler=Idle(),
         kv_store=kv_store,
+        kv_write_through_s=kv_write_through_s,
     )
 
 
@@ -160,6 +163,26 @@ async def test_tokens_are_those_of_an_undisturbed_run(store: DictStore, budget: 
         assert num_restored >= 40 * num_saved
     if not budget:
         assert num_restored == 0
+
+
+async def test_tokens_are_those_of_an_undisturbed_run_when_an_engine_is_lost_amid_write_throughs(
+    store: DictStore,
+) -> None:
+    engines = [make_engine("e0"), make_engine("e1")]
+    clients = [Client(number) for number in range(len(PROMPTS))]
+    fleet = make_fleet(store, HostKVStore(1 << 24), engines, kv_write_through_s=0.02)
+    async with fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.run, fleet)
+            for client in clients:
+                await client.has(40)
+            await fleet.swap("e1", to="a")
+            engines[0].lose()
+        await settle(engines[1:])
+        assert sum(client.num_restored for client in clients) > 0
+    assert [client.tokens for client in clients] == await undisturbed(store)
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "memory and disk"])
