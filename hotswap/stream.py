@@ -73,6 +73,7 @@ class TokenQueue(TokenStream):
         self._tokens: deque[Token] = deque()
         self._receiver: TokenReceiver | None = None
         self._waiting: list[asyncio.Future[None]] = []  # an event for each wait costs three times as much
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._error: BaseException | None = None
 
@@ -107,34 +108,38 @@ class TokenQueue(TokenStream):
         return self._closed
 
     async def __anext__(self) -> Token:
-        if not self._tokens and not await self._arrived():
-            raise StopAsyncIteration
+        while not self._tokens:
+            if self._closed:
+                await self._raise_error()
+                raise StopAsyncIteration
+            await self._changed()
         return self._tokens.popleft()
 
     async def take(self) -> list[Token]:
-        if not self._tokens:
-            await self._arrived()
+        while not self._tokens:
+            if self._closed:
+                await self._raise_error()
+                return []
+            await self._changed()
         tokens = list(self._tokens)
         self._tokens.clear()
         return tokens
 
-    async def _arrived(self) -> bool:
-        """Wait until there is a token; return false at the end, and raise what ended the stream early."""
-        while not self._tokens:
-            if self._closed:
-                if self._error is not None:
-                    await checkpoint_if_cancelled()  # a cancelled reader gets its cancellation instead
-                    raise self._error
-                return False
-            waiting = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiting)
-            try:
-                await waiting
-            except BaseException:
-                if waiting in self._waiting:
-                    self._waiting.remove(waiting)
-                raise
-        return True
+    def _changed(self) -> asyncio.Future[None]:
+        """Return what is set by the next token, or by the end."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # which asks the system for the process's id
+        waiting = self._loop.create_future()
+        if self._waiting:  # of other readers, and of cancelled ones
+            self._waiting = [one for one in self._waiting if not one.done()]
+        self._waiting.append(waiting)
+        return waiting
+
+    async def _raise_error(self) -> None:
+        """Raise what ended the stream early, if something did."""
+        if self._error is not None:
+            await checkpoint_if_cancelled()  # a cancelled reader gets its cancellation instead
+            raise self._error
 
     def _wake(self) -> None:
         while self._waiting:

@@ -6,12 +6,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from starlette._utils import get_route_path  # what routes are found by
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotswap import Fleet, HotswapError
 from hotswap.door.body import ClientLeft
@@ -78,16 +80,41 @@ def create_app(
 
 def app_of(door: Door, metrics: Metrics | None = None) -> Starlette:
     """Return the application of a door, whose settings may change while it serves."""
+    generating: dict[str, ASGIApp] = {
+        "/v1/completions": Completions(door),
+        "/v1/chat/completions": Chats(door),
+        "/v1/responses": Responses(door),
+        "/v1/messages": Messages(door),
+    }
     return Starlette(
         routes=[
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
             *_openai_routes(door),
             *_operators_routes(door),
             *_health_routes(door, metrics),
             Route("/ui", answering(Page(door.ring).page)),
         ],
-        middleware=[Middleware(Guard, door.ring)],
+        middleware=[Middleware(Guard, door.ring), Middleware(Shortcut, generating)],
         exception_handlers={HTTPException: _no_such_route},
     )
+
+
+class Shortcut:
+    """Calls endpoints that write for every token themselves; what lies behind wraps each of their writes.
+
+    Args:
+        app: What is called for everything else.
+        endpoints: By their paths; all take POST.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+        self._app, self._endpoints = app, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(get_route_path(scope)) if is_post else None
+        await (endpoint or self._app)(scope, receive, send)
 
 
 def _openai_routes(door: Door) -> list[BaseRoute]:
@@ -95,10 +122,6 @@ def _openai_routes(door: Door) -> list[BaseRoute]:
     return [
         Route("/v1/models", answering(listing.all)),
         Route("/v1/models/{model:path}", answering(listing.one)),
-        Route("/v1/completions", Completions(door), methods=["POST"]),
-        Route("/v1/chat/completions", Chats(door), methods=["POST"]),
-        Route("/v1/responses", Responses(door), methods=["POST"]),
-        Route("/v1/messages", Messages(door), methods=["POST"]),
         Route("/v1/embeddings", answering(_no_embeddings), methods=["POST"]),
         Route("/tokenize", answering(texts.tokenize), methods=["POST"]),
         Route("/detokenize", answering(texts.detokenize), methods=["POST"]),

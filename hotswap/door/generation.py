@@ -24,7 +24,7 @@ from hotswap.door.served import Name, Served, resolve
 from hotswap.door.settings import Settings, Setup
 from hotswap.door.wire import STREAM_HEADERS, comment, send_json
 
-__all__ = ["Answer", "Door", "Endpoint", "Generation", "UsageTotal", "log_fault", "new_id"]
+__all__ = ["Answer", "Door", "Endpoint", "Generation", "UsageTotal", "log_fault", "new_id", "text_of"]
 
 log = logging.getLogger("hotswap")
 
@@ -246,6 +246,9 @@ class Endpoint(ABC):
         writer.request_id = generation.id
         arrived = await self._first(generation, reading, writer)
         data = b"" if writer.begun else answer.begin()
+        if arrived and len(reading.streams) == 1 and not interval_s:
+            data = await self._one(answer, reading.streams[0], arrived[0][1], data, writer)
+            arrived = []
         while arrived:
             data += b"".join([answer.chunk(index, tokens) for index, tokens in arrived])
             if reading.complete:
@@ -258,6 +261,24 @@ class Endpoint(ABC):
             arrived = await reading.take()
         usage = UsageTotal.of(reading.streams, samples=generation.sampling.n)
         await writer.write(data + answer.end(usage), last=True)
+
+    async def _one(
+        self, answer: Answer, stream: FleetStream, tokens: list[Token], data: bytes, writer: _StreamWriter
+    ) -> bytes:
+        """Write one stream as it comes, with as few coroutines as can be; return what is left at its end.
+
+        The wait for a token resumes every coroutine that waits, and so does every write.
+        """
+        take, chunk, send = stream.take, answer.chunk, writer.send
+        data += chunk(0, tokens)
+        while tokens and tokens[-1].finish_reason is None:
+            if not writer.begun:
+                await writer.write(data)
+            elif data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            tokens = await take()
+            data = chunk(0, tokens) if tokens else b""
+        return data
 
     async def _first(
         self, generation: Generation, reading: _Reading, writer: _StreamWriter
@@ -349,6 +370,11 @@ def log_fault(error: Exception) -> None:
     if refusal.status >= 500 and refusal.message != str(error):
         foreign = None if isinstance(error, HotswapError) else error
         log.error("A request was answered by %d: %s", refusal.status, error, exc_info=foreign)
+
+
+def text_of(tokens: Sequence[Token]) -> str:
+    """Return the text of tokens, of which there is mostly one."""
+    return tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
 
 
 def new_id(prefix: str) -> str:

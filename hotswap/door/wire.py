@@ -62,21 +62,15 @@ class TextChunks:
 
     def __init__(self, base: Mapping[str, Any], *, before: bytes, after: bytes, end: bytes) -> None:
         self._head = b"data: " + to_json(base)[:-1] + b',"choices":[{"index":'
-        self._before, self._after, self._end = before, after, end
+        self._before, self._after, self._end = before, after, b"}]" + end + b"}\n\n"
+        self._heads = dict[int, bytes]()  # of each choice
+        self._goes_on = after + b"null" + self._end
 
     def chunk(self, index: int, text: str, finish_reason: str | None = None) -> bytes:
         """Return the event of some text of a choice, and of its end if it has a reason."""
-        reason = b"null" if finish_reason is None else b'"' + finish_reason.encode() + b'"'
-        return b"".join(
-            (
-                self._head,
-                str(index).encode(),
-                self._before,
-                _escaped(text).encode(),
-                self._after,
-                reason,
-                b"}]",
-                self._end,
-                b"}\n\n",
-            )
-        )
+        if (head := self._heads.get(index)) is None:
+            head = self._heads[index] = self._head + str(index).encode() + self._before
+        if finish_reason is None:
+            return b"".join((head, _escaped(text).encode(), self._goes_on))
+        reason = b'"' + finish_reason.encode() + b'"'
+        return b"".join((head, _escaped(text).encode(), self._after, reason, self._end))

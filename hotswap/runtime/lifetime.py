@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop, get_running_loop
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
-from anyio.lowlevel import EventLoopToken, current_token
 
 from hotswap.errors import FleetClosed, HotswapError, WrongLoop
 
@@ -23,15 +23,15 @@ class Lifetime:
 
     def __init__(self) -> None:
         self._tasks: TaskGroup | None = None
-        self._token: EventLoopToken | None = None
+        self._loop: AbstractEventLoop | None = None
 
     def begin(self, tasks: TaskGroup) -> None:
         """Note that the fleet is open, on this event loop."""
-        self._tasks, self._token = tasks, current_token()
+        self._tasks, self._loop = tasks, get_running_loop()
 
     def end(self) -> None:
         """Note that it is not any more."""
-        self._tasks = self._token = None
+        self._tasks = self._loop = None
 
     @property
     def is_open(self) -> bool:
@@ -57,7 +57,7 @@ class Lifetime:
 
     def check_loop(self) -> None:
         """Raise `WrongLoop` unless the fleet is closed, or open on the event loop that calls this."""
-        if self._token is not None and not _is_current(self._token):
+        if self._loop is not None and not _is_current(self._loop):
             raise WrongLoop(
                 "The fleet is open on another event loop; call it there, from other threads by "
                 "`anyio.from_thread.run` or `asyncio.run_coroutine_threadsafe`."
@@ -85,10 +85,10 @@ class Lifetime:
         raise FleetClosed(f"The fleet closed before {what} ended; nothing is lost.")
 
 
-def _is_current(token: EventLoopToken) -> bool:
-    """Return whether a token is of the loop that calls this; asked for every token of a stream."""
+def _is_current(loop: AbstractEventLoop) -> bool:
+    """Return whether a loop is the one that calls this; asked for every token of a stream."""
     try:
-        return token.backend_class.current_token() is token.native_token
+        return get_running_loop() is loop
     except RuntimeError:  # a thread without an event loop, or with one of another kind
         return False
 

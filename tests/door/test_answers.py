@@ -9,6 +9,9 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotswap import Adapter, Fleet, Sampling
 from hotswap.door import Limits, create_app
@@ -223,6 +226,42 @@ async def test_models_are_listed_with_their_state() -> None:
                 assert answer.status_code == 200
         assert (await client.get("/v1/models/zz")).status_code == 404
         assert (await client.get("/v1/models/a:zz")).status_code == 404
+
+
+class Watching:
+    """A middleware that keeps what passes."""
+
+    def __init__(self, app: ASGIApp, seen: list[bytes]) -> None:
+        self._app, self._seen = app, seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watch(message: Message) -> None:
+            self._seen.append(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, watch)
+
+
+@virtual_time
+async def test_a_middleware_that_is_added_sees_all_writes_of_a_stream() -> None:
+    async with door() as (fleet, _):
+        app, seen = create_app(fleet), list[bytes]()
+        app.add_middleware(Watching, seen=seen)
+        outer = Starlette(routes=[Mount("/llm", app)])
+        async with client_of(outer) as client:
+            answer = await client.post(f"/llm{COMPLETIONS}", json=asked(stream=True))
+        assert answer.content == b"".join(seen)
+        assert len(seen) > 10
+        assert len(events_of(answer.text)) > 10
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/v1/responses", "/v1/messages"])
+@virtual_time
+async def test_a_method_that_an_endpoint_does_not_take_is_refused(path: str) -> None:
+    async with door() as (_, client):
+        answer = await client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (405, "unknown_url")
+        assert answer.headers["allow"] == "POST"
 
 
 @virtual_time
