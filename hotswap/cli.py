@@ -2,7 +2,7 @@
 
 Results go to standard output, as a table or with `--json` as one object; progress and errors go to standard
 error, progress on a terminal only. The exit status is 0 on success, 1 for a damaged model or one that cannot
-be served, 2 after an error.
+be served, 2 after an error, 141 if the reader of the output leaves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -27,10 +28,11 @@ from hotswap.commands.arguments import (
     add_simulate,
     add_top,
 )
+from hotswap.commands.outcome import finish, say
 from hotswap.commands.progress import progress_bar
 from hotswap.commands.table import table, to_size, to_time
 from hotswap.commands.warm import add_warm, warm
-from hotswap.errors import ConfigError, HotswapError, ShardMissing, StoreError, UnsupportedModel
+from hotswap.errors import ConfigError, ShardMissing, StoreError, UnsupportedModel
 from hotswap.hardware import parse_bytes
 from hotswap.request import ModelId
 
@@ -40,20 +42,14 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-OK, DAMAGED, REFUSED, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
+OK, DAMAGED, REFUSED = 0, 1, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, 1 for damage or a refused model, or 2 after an error message."""
     arguments = _parser().parse_args(argv)
     command = cast("Callable[[argparse.Namespace], int]", arguments.command)
-    try:
-        return command(arguments)
-    except HotswapError as exc:
-        print(f"hotswap: {exc}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return finish(partial(command, arguments))
 
 
 # --------------------------------------------------------------------------------------------- arguments
@@ -61,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hotswap", description="Serve many language models on few engines.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('hotswap')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     store = commands.add_parser("store", help="manage a store").add_subparsers(
         required=True, metavar="COMMAND"
@@ -175,14 +172,14 @@ def _top(arguments: argparse.Namespace) -> int:
 def _config_check(arguments: argparse.Namespace) -> int:
     from hotswap.config import build, read_config
 
-    print(f"{arguments.file}: {build(read_config(arguments.file)).fleet!r}")
+    say(f"{arguments.file}: {build(read_config(arguments.file)).fleet!r}")
     return OK
 
 
 def _config_schema(_: argparse.Namespace) -> int:
     from hotswap.config import schema
 
-    print(json.dumps(schema(), indent=2))
+    say(json.dumps(schema(), indent=2))
     return OK
 
 
@@ -432,7 +429,7 @@ def _directory(root: Path) -> DiskDirectory:
 
 
 def _tell(arguments: argparse.Namespace, value: Mapping[str, object], text: str) -> None:
-    print(json.dumps(value, indent=2) if arguments.json else text)
+    say(json.dumps(value, indent=2) if arguments.json else text)
 
 
 def _report_damaged(models: Sequence[Mapping[str, object]]) -> int:

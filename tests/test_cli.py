@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,39 @@ def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("sources") / "llama"
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(source)
     return source
+
+
+def test_it_tells_its_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"hotswap {version('hotswap')}\n")
+
+
+def test_a_reader_that_leaves_ends_it_silently() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hotswap.cli", "config", "schema"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_that_cannot_be_written_is_an_error_of_one_line() -> None:
+    command = [sys.executable, "-m", "hotswap.cli", "config", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hotswap: The output could not be written")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{bad", "double quotes"), ("[1]", "no view of a fleet"), ('{"a": 1}', "now_s: Field required")],
+)
+def test_a_view_that_is_none_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "view.json").write_text(text)
+    done = run("plan", tmp_path / "view.json", "--scheduler", "CostSwap()")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1

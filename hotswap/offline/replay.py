@@ -25,7 +25,15 @@ def load_view(text: str) -> FleetView:
     Raises:
         ValueError: the text is not JSON, or not a fleet view.
     """
-    return _adapter().validate_python(json.loads(text))
+    from pydantic import ValidationError
+
+    values = json.loads(text)
+    try:
+        return _adapter().validate_python(values)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"it is no view of a fleet; {place}: {first['msg']}") from exc
 
 
 @functools.cache
