@@ -250,7 +250,7 @@ class Models:
     async def _remove(self, model: str, deadline_s: float | None) -> None:
         state, name = self._state, ModelId(model)
         card = state.card(name)
-        if any(name in roll for roll in state.rolls):
+        if state.is_rolling(name):
             raise ConfigError(f"A roll of model {name!r} is under way; remove it when that has ended.")
         if old := [old for old, new in state.aliases.items() if new == name and old in state.models]:
             raise ConfigError(f"Model {old[0]!r} was rolled to {name!r}, which serves its requests; keep it.")

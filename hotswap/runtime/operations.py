@@ -258,11 +258,8 @@ class Operations:
         if old == new:
             raise ConfigError(f"Model {model!r} cannot be rolled to itself; give its new weights another id.")
         self._adapters.check_roll(old, new)
-        self._state.rolls.append((old, new))
-        try:
+        with self._state.rolling(old, new):
             return await self._roll(old, new, streams, reason)
-        finally:
-            self._state.rolls.remove((old, new))
 
     async def _roll(
         self, old: ModelId, new: ModelId, streams: RollStreams, reason: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from hotswap.errors import UnknownModel
@@ -26,6 +28,7 @@ class Registry:
         self.models: dict[ModelId, ModelCard] = {}
         self.aliases: dict[ModelId, ModelId] = {}
         self.adapters: dict[tuple[str, str], Adapter] = {}
+        self._rolls: list[tuple[ModelId, ModelId]] = []
 
     def card(self, model: ModelId, *, closed: bool = False) -> ModelCard:
         """Return the card of a model that requests may ask for, or of one that is `closed` to new ones.
@@ -59,6 +62,19 @@ class Registry:
         others = {name: new if target == old else target for name, target in self.aliases.items()}
         self.aliases = {**others, old: new}
         self.aliases.pop(new, None)
+
+    @contextmanager
+    def rolling(self, old: ModelId, new: ModelId) -> Generator[None]:
+        """Keep two models while the replicas of one are given the weights of the other."""
+        self._rolls.append((old, new))
+        try:
+            yield
+        finally:
+            self._rolls.remove((old, new))
+
+    def is_rolling(self, model: ModelId) -> bool:
+        """Whether a roll from or to a model is under way."""
+        return any(model in roll for roll in self._rolls)
 
     def hand_min_replicas(self, old: ModelId, new: ModelId) -> None:
         """Give `new` the least number of replicas that `old` had, which has none from now on."""

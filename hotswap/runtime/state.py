@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import anyio
+from opentelemetry.trace import SpanContext
 
 from hotswap.action import SwapRecord
 from hotswap.checks import check_strings
@@ -44,7 +45,6 @@ class FleetState(Registry):
         entering: Requests whose prompts are being read.
         requests: Those under way beside them.
         queue: Those of them that wait for an instance.
-        rolls: The old and the new model of each roll under way.
         suspect: The request that is suspected to take instances down, if one runs.
         num_running: Requests by model that are assigned to instances.
         num_failed_loads: By model, since the last load that succeeded.
@@ -66,7 +66,6 @@ class FleetState(Registry):
         self.entering: dict[EnteringRequest, None] = {}
         self.requests: dict[RequestId, ActiveRequest] = {}
         self.queue, self.index = Queue(self.kv_lookup), Index()
-        self.rolls: list[tuple[ModelId, ModelId]] = []
         self.suspect: RequestId | None = None
         self.num_running, self.num_tokens = Counter[ModelId](), Counter[ModelId]()
         self.num_failed_loads: Counter[ModelId] = Counter()
@@ -179,6 +178,10 @@ class FleetState(Registry):
         self._swapping.pop(instance.id, None)
         instance.swapped_s = current_time()
         self._note(instance)
+
+    def begin_swap(self, instance: Instance, context: SpanContext) -> None:
+        """Note the span of an instance's latest swap, which requests that it evicts are linked to."""
+        instance.swap_context = context
 
     def begin_phase(self, instance: Instance, name: str, total_bytes: int, reads: MeteredStore) -> None:
         """Note the phase of its swap that an instance is in from now on, and from what the swap reads."""

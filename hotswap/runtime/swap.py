@@ -125,7 +125,7 @@ class SwapJob:
 
     async def _steps(self, span: Span) -> None:
         engine = self.instance.engine
-        self.instance.swap_context = span.get_span_context()
+        self._state.begin_swap(self.instance, span.get_span_context())
         if self.model is None:
             return await self._empty(engine, span)
         try:
