@@ -4,7 +4,7 @@
     python -m benchmarks papers --full --json papers.json
                                                    five seeds, an hour after the burst
 
-`docs/papers.md` tells claim by claim what it means.
+`papers.md` beside this file tells claim by claim what it means.
 """
 
 from __future__ import annotations

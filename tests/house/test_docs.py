@@ -26,11 +26,12 @@ from tests.runtime.support import PROFILE, engine_of, sim_fleet, store_of, until
 
 RUNTIME = PACKAGE / "runtime"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+PAGES += (ROOT / "benchmarks").glob("*.md")
 PAGE = (ROOT / "docs" / "journeys.md").read_text("utf-8")
 # Names in the pages that are not hotswap's: of Python, vLLM, OpenTelemetry, systemd, and units.
 FOREIGN = {"AsyncEngineArgs", "KeyboardInterrupt", "MemoryError", "RemoveIPC", "SystemExit", "TracerProvider"}
 FOREIGN |= {"AzureLLMInferenceTrace_code", "AzureLLMInferenceTrace_conv", "GiB", "MiB", "RoPE", "TiB"}
-FOREIGN |= {"ContextTokens", "GeneratedTokens", "ImportError", "MyEngine", "ValueError"}
+FOREIGN |= {"AsyncLLM", "ContextTokens", "GeneratedTokens", "ImportError", "MyEngine", "ValueError"}
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 E0, E1 = InstanceId("e0"), InstanceId("e1")
 
