@@ -53,8 +53,9 @@ def test_waits_after_a_burst_are_those_played() -> None:
     ]
     for (_, p50, p99, _), name in zip(rows("Snowflake"), names, strict=True):
         for cell, key in ((p50, "ttft_p50_s"), (p99, "ttft_p99_s")):
-            assert cell == f"{median(played[name][key]):.{_decimals(cell)}f}"
+            assert abs(float(cell) - median(played[name][key])) <= _half_a_digit(cell)
 
 
-def _decimals(cell: str) -> int:
-    return len(cell.partition(".")[2])
+def _half_a_digit(cell: str) -> float:
+    """How far a value may be from the cell that it was rounded to; reports are rounded, too."""
+    return 0.5 * 10.0 ** -len(cell.partition(".")[2]) + 1e-9
