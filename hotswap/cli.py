@@ -199,7 +199,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _least(arguments: argparse.Namespace) -> int:
     from hotswap.commands.least import COLUMNS, least_of_all
 
-    report, rows = least_of_all(arguments)
+    with progress_bar("Searching for the fewest engines", unit="schedulers") as show:
+        report, rows = least_of_all(arguments, show)
     _tell(arguments, report, table(COLUMNS, rows))
     return OK
 

@@ -298,3 +298,10 @@ def test_a_view_that_is_none_is_refused_in_one_line(text: str, says: str, tmp_pa
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_least_searches_for_every_scheduler_that_is_named() -> None:
+    words = ("poisson:rate=1,seconds=20,models=2", "--warm", 5, "--most", 4)
+    found = answer("least", *words, "--scheduler", "CostSwap()", "--scheduler", "KeepAliveSwap()")
+    assert [search["scheduler"] for search in found["searches"]] == ["CostSwap()", "KeepAliveSwap()"]
+    assert all(search["engines"] for search in found["searches"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from hotswap.commands.progress import Show
 from hotswap.commands.simulate import DEFAULT, asked_cluster, asked_trace
 from hotswap.policies.by_name import router_named, scheduler_named
-from hotswap.simulation.least import fewest_engines
+from hotswap.simulation.least import Fewest, fewest_engines
 from hotswap.simulation.outcome import Slo
 
 __all__ = ["COLUMNS", "least_of_all"]
@@ -15,11 +16,16 @@ __all__ = ["COLUMNS", "least_of_all"]
 COLUMNS = ("SCHEDULER", "ENGINES", "TRIED", "GAPS")
 
 
-def least_of_all(arguments: argparse.Namespace) -> tuple[dict[str, object], list[tuple[str, ...]]]:
+def least_of_all(
+    arguments: argparse.Namespace, show: Show
+) -> tuple[dict[str, object], list[tuple[str, ...]]]:
     """Search for every scheduler of the arguments; return the report, and rows for a table."""
     trace, slo = asked_trace(arguments), Slo(ttft_s=arguments.ttft, tpot_s=arguments.tpot)
-    found = {
-        text: fewest_engines(
+    schedulers = arguments.scheduler or DEFAULT
+    found: dict[str, Fewest] = {}
+    for number, text in enumerate(schedulers):
+        show(number, len(schedulers))
+        found[text] = fewest_engines(
             trace,
             asked_cluster(arguments),
             router=router_named(arguments.router),
@@ -31,8 +37,6 @@ def least_of_all(arguments: argparse.Namespace) -> tuple[dict[str, object], list
             guess=arguments.guess,
             interval_s=arguments.interval,
         )
-        for text in arguments.scheduler or DEFAULT
-    }
     report: dict[str, object] = {
         "trace": {"name": trace.name, "num_requests": len(trace.requests), "models": trace.models},
         "slo": asdict(slo),
