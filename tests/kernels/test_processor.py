@@ -16,10 +16,13 @@ from hotswap.kernels.processor import instructions
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Tests that depend on the instructions of a CPU: the path and the bits of linear layers.
+# Tests that depend on the instructions of a CPU: the kernels, and the path and the bits of linear layers.
 FILES = (
     "tests/kernels/test_processor.py",
+    "tests/kernels/test_fused.py",
     "tests/kernels/test_low_rank.py",
+    "tests/kernels/test_packed_linear.py",
+    "tests/kernels/test_paged_attention.py",
     "tests/backends/torch/test_linear.py",
     "tests/backends/torch/test_batch_invariant.py",
     "tests/backends/torch/test_invariance.py",
