@@ -84,6 +84,7 @@ class EngineStatus:
         load_path: How the engine came by its model, in its own words, where it has more than one method.
         node: Where it is, for stores whose tiers belong to nodes; "" if that makes no difference.
         lost_because: Why it is LOST, in words that end a sentence; "" while it is not, or if it is not known.
+        warnings: What it promises and this machine does not keep, in sentences; found when it started.
     """
 
     id: InstanceId
@@ -107,6 +108,7 @@ class EngineStatus:
     load_path: str = ""
     node: str = ""
     lost_because: str = ""
+    warnings: tuple[str, ...] = ()
 
     def updated(self, **fields: object) -> Self:
         """Return it with other values for some fields.

@@ -93,7 +93,7 @@ def adapter_of(fields: Fields) -> Adapter:
 # ---------------------------------------------------------------------- status
 
 _NAMES: Final = tuple(field.name for field in fields_of(EngineStatus) if field.name != "id")
-_LISTS: Final = frozenset(("preempted", "adapters"))
+_LISTS: Final = frozenset(("preempted", "adapters", "warnings"))
 _TEXTS: Final = frozenset(("load_path", "node", "lost_because"))
 _MODELS: Final = frozenset(("model", "preloaded"))
 

@@ -8,6 +8,7 @@ other devices they may depend on the batch.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,6 +42,7 @@ from hotswap.backends.torch.models import Models
 from hotswap.backends.torch.parallel.nodes import StageNode
 from hotswap.backends.torch.placement import make_loader
 from hotswap.backends.torch.prefix import root_key
+from hotswap.backends.torch.row_invariance import warnings_of_products
 from hotswap.backends.torch.runner import Report
 from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.streams import Streams
@@ -58,6 +60,8 @@ from hotswap.view import EngineStatus, InstanceId, InstanceState
 from hotswap.worker_threads import run_in_thread
 
 __all__ = ["TorchEngine"]
+
+log = logging.getLogger("hotswap")
 
 _EMPTY, _LOADING, _SERVING, _DRAINING = (
     InstanceState.EMPTY,
@@ -203,6 +207,7 @@ class TorchEngine(Engine):
         self._streams = Streams(self._notifier)
         self._report = Report()
         self._detached = anyio.Event()
+        self._warnings: tuple[str, ...] = ()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -368,6 +373,7 @@ class TorchEngine(Engine):
             max_adapters=self._max_adapters,
             preloaded=self._models.staged.card.id if self._models.staged else None,
             lost_because=self._life.lost_because,
+            warnings=self._warnings,
         )
 
     def watch(self, listener: StatusListener) -> bool:
@@ -444,6 +450,10 @@ class TorchEngine(Engine):
             await self._loader.start()
         except InstanceLost as exc:
             raise InstanceLost(f"Engine {self.id!r} cannot start: {exc}") from exc
+        if self._settings.is_invariant and not self._warnings:
+            self._warnings = await run_in_thread(warnings_of_products)
+            for warning in self._warnings:
+                log.warning("Engine %r: %s", self.id, warning)
         self._worker = Worker(
             f"steps of {self.id}",
             threads=self._settings.rank_threads,

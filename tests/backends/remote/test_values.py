@@ -101,11 +101,11 @@ def test_models_and_adapters_cross_as_they_are() -> None:
 
 def test_of_a_status_only_what_has_changed_crosses() -> None:
     one = EngineStatus(id=InstanceId("e0"), state=InstanceState.SERVING, model=ModelId("a"), num_running=1)
-    two = one.updated(state=InstanceState.DRAINING, preempted=("r1", "r2"), model=None)
+    two = one.updated(state=InstanceState.DRAINING, preempted=("r1", "r2"), model=None, warnings=("w",))
     empty = EngineStatus(id=InstanceId("e0"), state=InstanceState.EMPTY)
     assert status_of(crossed(status_changes(None, one)), empty) == one
     changes = status_changes(one, two)
-    assert changes.keys() == {"state", "preempted", "model"}
+    assert changes.keys() == {"state", "preempted", "model", "warnings"}
     assert status_of(crossed(changes), one) == two
     assert status_changes(two, two) == {}
 
