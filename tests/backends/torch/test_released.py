@@ -52,6 +52,22 @@ async def test_memory_that_a_view_still_uses_is_not_free(
     await released.freed()  # the next unload does not wait for these tensors
 
 
+async def test_memory_that_the_next_model_takes_over_is_not_waited_for(
+    emptied: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As KV blocks that stay across a swap; also if another tensor of the same memory is named."""
+    monkeypatch.setattr(device, "_RECLAIM_S", 0)
+    kept, other = torch.zeros(64), torch.zeros(64)
+    released = watched(kept, other)
+    released.unwatch(kept[8:16])
+    del other
+    await released.freed()
+    assert emptied == [True]
+    released.watch(kept)
+    with pytest.raises(MemoryNotReclaimed, match="1 tensors"):
+        await released.freed()
+
+
 async def test_memory_in_a_cycle_is_collected(emptied: list[bool]) -> None:
     flat = torch.zeros(64)
     cycle: list[object] = [flat]
