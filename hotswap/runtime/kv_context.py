@@ -34,11 +34,6 @@ class KVContext:
         self.state, self.store, self.telemetry = state, store, telemetry
         self.lookup = state.kv_lookup
 
-    @property
-    def tier(self) -> str:
-        """What the store is called in spans and metrics."""
-        return self.lookup.tier
-
 
 @contextmanager
 def logged(what: str, of: str) -> Generator[None]:

@@ -160,7 +160,7 @@ class Restore:
         self._note(end - at, end, num_bytes, seconds)
 
     def _note(self, num_tokens: int, stored_tokens: int, num_bytes: int, seconds: float) -> None:
-        tier, telemetry = self._context.tier, self._context.telemetry
+        tier, telemetry = self._context.lookup.tier, self._context.telemetry
         self._context.state.times.learn_restore(num_bytes, seconds, num_tokens)
         self._active.note_restored(num_tokens, stored_tokens)
         self._instance.turn.restored(self._active.request.id, num_tokens)

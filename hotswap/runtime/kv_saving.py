@@ -205,5 +205,5 @@ class Save:
             num_bytes = -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
             self._saved.num_tokens += pages.num_tokens
             self._saved.num_bytes += num_bytes
-            labels = {tm.MODEL: layout.model, tm.KV_TIER: self._context.tier}
+            labels = {tm.MODEL: layout.model, tm.KV_TIER: self._context.lookup.tier}
             self._context.telemetry.kv_saved.add(num_bytes, labels)

@@ -69,25 +69,19 @@ class Offload:
     ) -> None:
         self._context = KVContext(state, store, telemetry)
         self._lifetime, self._save_s, self._write_through_s = lifetime, save_s, write_through_s
-        self._writes_through = False
         self._num_not_copied = 0
         self._queues: WeakKeyDictionary[Instance, RestoreQueue] = WeakKeyDictionary()
 
     @classmethod
     def of(
-        cls,
-        state: FleetState,
-        lifetime: Lifetime,
-        telemetry: Telemetry,
-        save_s: float,
-        write_through_s: float | None,
+        cls, state: FleetState, lifetime: Lifetime, telemetry: Telemetry, save_s: float, every_s: float | None
     ) -> Offload | None:
         """Return what saves to the store of a fleet; `None` without a store."""
-        if write_through_s is not None:
-            check_positive_seconds(ConfigError, kv_write_through_s=write_through_s)
+        if every_s is not None:
+            check_positive_seconds(ConfigError, kv_write_through_s=every_s)
         if (store := state.kv_store) is not None:
-            return cls(state, store, lifetime, telemetry, save_s=save_s, write_through_s=write_through_s)
-        if write_through_s is not None:
+            return cls(state, store, lifetime, telemetry, save_s=save_s, write_through_s=every_s)
+        if every_s is not None:
             raise ConfigError("kv_write_through_s is given without a kv_store; give that too.")
         return None
 
@@ -150,7 +144,7 @@ class Offload:
     @contextmanager
     def _saving(self, instance: Instance, saved: Saved, parent: Span | None) -> Generator[Save]:
         before = saved.num_requests, saved.num_tokens, saved.num_bytes
-        attributes = {tm.INSTANCE: instance.id, tm.KV_TIER: self._context.tier}
+        attributes = {tm.INSTANCE: instance.id, tm.KV_TIER: self._context.lookup.tier}
         with (
             self._context.telemetry.span(tm.SPAN_OFFLOAD, attributes, parent=parent) as span,
             ExitStack() as leases,
@@ -170,9 +164,9 @@ class Offload:
         A stream of the request is to be opened in it; `leave` it at the first token. A request of which
         nothing is stored, or whose blocks are sooner computed than copied, costs a look-up.
         """
-        if self._write_through_s is not None and not self._writes_through:
-            self._writes_through = True
-            self._lifetime.tasks.start_soon(self._write_through, self._write_through_s)
+        if (every_s := self._write_through_s) is not None:
+            self._write_through_s = None  # one task is enough
+            self._lifetime.tasks.start_soon(self._write_through, every_s)
         request, num_tokens = active.remaining, 0
         layout = self._context.lookup.layout(request.model, request.adapter)
         if layout is None or not isinstance(instance.engine, SupportsMigration):
