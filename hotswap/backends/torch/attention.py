@@ -191,6 +191,7 @@ class Step:
         order: `[rows of the segments]`, the index in the step of each row of the segments; `None` if the
             segments have the step's order.
         adapters: The plan of the rows that have adapters; `None` if there are none.
+        positions: `[T]`, the position of each row in its request.
         layers: The layers that have called attention, in order.
     """
 
@@ -201,6 +202,7 @@ class Step:
     segments: tuple[Segment, ...] = ()
     order: Tensor | None = None
     adapters: Adaptation | None = None
+    positions: Tensor | None = None
     layers: list[int] = field(default_factory=list[int])
 
 

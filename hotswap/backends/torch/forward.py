@@ -241,6 +241,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear
             blocks=torch.tensor(blocks + padding, device=on),
             offsets=at % cache.block_tokens,
             adapters=adaptation(adapted, on),
+            positions=at,
             **_reading(pieces, starts, at, cache),
         ),
         watched=invariant and not linear_only,

@@ -22,6 +22,7 @@ from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attac
 from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
+from hotswap.backends.torch.row_positions import tell_positions
 from hotswap.backends.torch.weights import Views
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from hotswap.model import TensorSpec
@@ -90,6 +91,7 @@ class Skeleton:
         on_cpu = device.type == "cpu"
         self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
         self._fused: tuple[Fused, ...] = fuse(self.module) if on_cpu else ()
+        self._fused += tell_positions(self.module)
         text_config = self.config.get_text_config()
         self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)

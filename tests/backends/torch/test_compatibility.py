@@ -30,7 +30,6 @@ def test_supported_architectures_are_exact(architecture: str) -> None:
 # At their default sizes a prompt of a few dozen tokens would not show these features.
 LATE: dict[str, tuple[Callable[[], Any], str]] = {
     "chooses 2048 keys by an index": (lambda: transformers.DeepseekV32Config(), "index"),
-    "scales queries by their row after 8192": (lambda: transformers.Llama4TextConfig(), "row"),
     "convolves some layers": (
         lambda: transformers.Lfm2Config(layer_types=["conv", "full_attention"] * 16),
         "convolution",
@@ -48,6 +47,21 @@ def test_features_that_only_long_prompts_show_are_refused_with_the_reason(why: s
     make, reason = LATE[why]
     with pytest.raises(UnsupportedModel, match=reason):
         compatibility.check_config(text(make()))
+
+
+def test_queries_that_are_scaled_by_position_get_those_of_their_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama 4's own forward would count from the start of the step."""
+    config = text(transformers.Llama4TextConfig())
+    assert compatibility.check_config(config) is Verdict.EXACT
+    compatibility._cached_verdict.cache_clear()
+    monkeypatch.setattr(modeling, "tell_positions", lambda module: ())
+    try:
+        with pytest.raises(UnsupportedModel, match="row"):
+            compatibility.check_config(config)
+    finally:
+        compatibility._cached_verdict.cache_clear()
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
