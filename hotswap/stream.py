@@ -121,6 +121,8 @@ class TokenQueue(TokenStream):
                 await self._raise_error()
                 return []
             await self._changed()
+        if len(self._tokens) == 1:
+            return [self._tokens.popleft()]
         tokens = list(self._tokens)
         self._tokens.clear()
         return tokens

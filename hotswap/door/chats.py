@@ -17,7 +17,7 @@ from hotswap.door.conversation import (
     with_objects,
 )
 from hotswap.door.errors import invalid
-from hotswap.door.generation import Endpoint, Generation, UsageTotal, new_id, text_of
+from hotswap.door.generation import Endpoint, Generation, UsageTotal, new_id
 from hotswap.door.keys import KeyUse
 from hotswap.door.logprobs import chat_logprobs
 from hotswap.door.openai_answer import OpenAIAnswer, openai_usage
@@ -139,7 +139,9 @@ class _ChatAnswer(OpenAIAnswer):
         return b"".join(self._event(index, role) for index in range(self._num_choices))
 
     def chunk(self, index: int, tokens: Sequence[Token]) -> bytes:
-        text, finish = text_of(tokens), tokens[-1].finish_reason
+        last = tokens[-1]
+        text = last.text if len(tokens) == 1 else "".join([token.text for token in tokens])
+        finish = last.finish_reason
         if not self._parsers and not self._logprobs:
             return self._chunks.chunk(index, text, finish) if text or finish else b""
         if not self._parsers:

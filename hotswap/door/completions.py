@@ -9,7 +9,7 @@ from typing import Any
 from hotswap import Token
 from hotswap.door.body import checked
 from hotswap.door.errors import invalid
-from hotswap.door.generation import Endpoint, Generation, UsageTotal, new_id, text_of
+from hotswap.door.generation import Endpoint, Generation, UsageTotal, new_id
 from hotswap.door.keys import KeyUse
 from hotswap.door.logprobs import legacy_logprobs
 from hotswap.door.openai_answer import OpenAIAnswer, openai_usage
@@ -80,7 +80,9 @@ class _CompletionAnswer(OpenAIAnswer):
         self._num_characters = Counter[int]()
 
     def chunk(self, index: int, tokens: Sequence[Token]) -> bytes:
-        text, finish = text_of(tokens), tokens[-1].finish_reason
+        last = tokens[-1]
+        text = last.text if len(tokens) == 1 else "".join([token.text for token in tokens])
+        finish = last.finish_reason
         if not self._logprobs:
             return self._chunks.chunk(index, text, finish) if text or finish else b""
         told = legacy_logprobs(tokens, self._num_characters[index])

@@ -24,7 +24,7 @@ from hotswap.door.served import Name, Served, resolve
 from hotswap.door.settings import Settings, Setup
 from hotswap.door.wire import STREAM_HEADERS, comment, send_json
 
-__all__ = ["Answer", "Door", "Endpoint", "Generation", "UsageTotal", "log_fault", "new_id", "text_of"]
+__all__ = ["Answer", "Door", "Endpoint", "Generation", "UsageTotal", "log_fault", "new_id"]
 
 log = logging.getLogger("hotswap")
 
@@ -370,11 +370,6 @@ def log_fault(error: Exception) -> None:
     if refusal.status >= 500 and refusal.message != str(error):
         foreign = None if isinstance(error, HotswapError) else error
         log.error("A request was answered by %d: %s", refusal.status, error, exc_info=foreign)
-
-
-def text_of(tokens: Sequence[Token]) -> str:
-    """Return the text of tokens, of which there is mostly one."""
-    return tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
 
 
 def new_id(prefix: str) -> str:

@@ -211,7 +211,8 @@ class FleetStream(TokenStream):
     async def take(self) -> list[Token]:
         self._lifetime.check_loop()
         tokens = await self._request.tokens.take()
-        self._note_prompt()
+        if not tokens or not tokens[0].index:  # all of it is known by the first token
+            self._note_prompt()
         return tokens
 
     def _note_prompt(self) -> None:
