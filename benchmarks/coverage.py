@@ -120,6 +120,8 @@ _LONG = {
 
 # What defaults leave out or switch off, and what they switch on that need not be.
 _SPECIAL = (
+    Variant("bamba", "", {"attn_layer_indices": list(range(3, 32, 4))}),
+    Variant("granitemoehybrid", "", {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 8}),
     Variant("granitemoehybrid", "attention layers only", {"layer_types": ["attention"] * 32}),
     Variant("lfm2", "with convolutions", {"layer_types": ["conv", "full_attention"] * 16}),
     Variant("lfm2_moe", "", {"layer_types": ["conv", "full_attention"] * 16, "num_hidden_layers": 32}),
@@ -323,6 +325,7 @@ def _features(module: Any) -> tuple[str, ...]:
         "sinks": any("sink" in name for name in names),
         "MLA": config.get("kv_lora_rank"),
         "shared KV": config.get("num_kv_shared_layers"),
+        "recurrent states": any(".conv1d." in name or ".conv.conv." in name for name in names),
         "tied": config.get("tie_word_embeddings"),
     }
     return tuple(name for name, has in found.items() if has)
@@ -350,6 +353,13 @@ transformers {version} and PyTorch {torch}; a test repeats a part of it.
 - **Refused**: `UnsupportedModel` is raised, before any weight is read; the reason is its text.
 - **Unknown**: no small model of transformers' default config could be run. The checks of the load decide,
   which compare the model with its own attention.
+
+A load checks the model itself as well, in its own dtype: logits of chunks and batches are compared with those
+of the model's own attention. In a mixture of experts two scores of a router may be so close that one rounding
+decides which expert a token gets; with another expert all later numbers differ, though both computations are
+right. So the check gives tokens the experts that they get with the model's own attention, and compares the
+scores of routers too. What it held is in the log. PyTorch's product of all experts at once needs rows of a
+multiple of 16 bytes; experts with other rows are multiplied one by one.
 
 `VllmEngine` serves what [vLLM](vllm.md) does, and `LlamaCppEngine` GGUF files of [llama.cpp](llamacpp.md)'s
 architectures. Which kinds of quantised checkpoints each reads is [another table](#kinds-of-checkpoints).

@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16")
 # Each process takes about 400 MB, most of it PyTorch.
 _MOST_PROCESSES = 4
 # The slowest to compile come first, so that processes end together.
-_PACKAGES = ("paged_attention", "packed_linear", "low_rank", "fused")
+_PACKAGES = ("paged_attention", "packed_linear", "recurrent", "low_rank", "fused")
 
 
 @dataclass(frozen=True, slots=True)

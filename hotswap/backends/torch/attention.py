@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hotswap.backends.torch.adapters.plan import Adaptation
 from hotswap.backends.torch.kv import KVCache, head_block_indices
+from hotswap.backends.torch.recurrent.states import StepStates
 from hotswap.errors import UnsupportedModel
 from hotswap.kernels.paged_attention import DTYPES, Rows, Seen, attend
 
@@ -180,7 +181,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """The metadata of one forward pass that its attention and adapter layers read.
+    """The metadata of one forward pass that its attention, recurrent and adapter layers read.
 
     Attributes:
         cache: The KV cache, to which keys and values are appended.
@@ -192,6 +193,7 @@ class Step:
             segments have the step's order.
         adapters: The plan of the rows that have adapters; `None` if there are none.
         positions: `[T]`, the position of each row in its request.
+        states: The recurrent states of the requests; `None` for models without any.
         layers: The layers that have called attention, in order.
     """
 
@@ -203,6 +205,7 @@ class Step:
     order: Tensor | None = None
     adapters: Adaptation | None = None
     positions: Tensor | None = None
+    states: StepStates | None = None
     layers: list[int] = field(default_factory=list[int])
 
 
@@ -278,6 +281,11 @@ def paged_attention(
         raise UnsupportedModel(
             f"{type(module).__name__} passes {sorted(unknown)} to attention, which would be ignored; "
             "serve the model with another engine."
+        )
+    if not key.shape[2] == value.shape[2] == len(step.blocks):
+        raise UnsupportedModel(
+            f"{type(module).__name__} gives attention {key.shape[2]} keys for a row of {len(step.blocks)} "
+            "tokens, of which the engine keeps one each; serve the model with another engine."
         )
     layer = int(getattr(module, "layer_idx"))  # noqa: B009 - nn.Module has types for tensors and modules only
     step.layers.append(layer)

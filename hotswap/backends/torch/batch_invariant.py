@@ -4,6 +4,9 @@ Routers, mixtures of experts and some output heads multiply by weights through P
 libraries behind these round a row differently for different numbers of rows: fp32 rows of a thousand numbers,
 for example, up to a hundred rows and more with two threads. The kernels of linear layers do not (see
 `linear`), so during a step these functions use them. Batched products, those of attention, are left alone.
+
+PyTorch computes functions such as a sigmoid for vectors of numbers, and for those left over one by one, with
+other bits. Which are left over depends on the number of rows, so these functions get a multiple of a vector.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ __all__ = ["BatchInvariantMode"]
 
 
 class BatchInvariantMode(TorchFunctionMode):
-    """Makes products with matrices on this thread batch-invariant while it is entered.
+    """Makes products with matrices and some functions of numbers on this thread batch-invariant.
+
+    Has an effect while it is entered.
 
     Products of other dtypes and devices, which have no such kernel, are computed as usual.
     """
@@ -64,7 +69,12 @@ def _multiplies(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _matmul(left: Tensor, right: Tensor, **others: Any) -> Tensor | None:
-    return _linear(left, right.t()) if right.ndim == 2 and left.ndim > 1 and not others else None
+    if others or left.ndim < 2:
+        return None
+    if left.ndim == 2 and right.ndim == 3 and len(right) == 1:  # a weight times columns
+        out = _linear(right.transpose(1, 2), left)
+        return None if out is None else out.transpose(1, 2)
+    return _linear(left, right.t()) if right.ndim == 2 else None
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor, **others: Any) -> Tensor | None:
@@ -95,8 +105,43 @@ def _grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **ot
     return out
 
 
+def _of_numbers(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """Return a function of numbers that computes all of them by vectors; `None` if it does so anyway."""
+
+    def compute(values: Tensor, *others: Any, **named: Any) -> Tensor | None:
+        count = values.numel()
+        if values.device.type != "cpu" or not values.is_floating_point() or named.get("inplace"):
+            return None
+        padded = _whole_vectors(count)
+        if padded == count and values.is_contiguous():
+            return None
+        flat = functional.pad(values.reshape(-1), (0, padded - count))
+        return function(flat, *others, **named)[:count].view(values.shape)
+
+    return compute
+
+
+def _whole_vectors(count: int) -> int:
+    """Return the least number of numbers, at least `count`, of which each thread gets whole vectors."""
+    while True:
+        parts = min(torch.get_num_threads(), -(-count // _NUMBERS_PER_THREAD)) or 1
+        padded = -(-count // (parts * _VECTOR)) * parts * _VECTOR
+        if padded == count:
+            return count
+        count = padded
+
+
 _torch: Any = torch
+# Numbers that PyTorch computes at once at most (two vectors of 512 bits of bfloat16), and from how many on it
+# divides them among threads.
+_VECTOR, _NUMBERS_PER_THREAD = 64, 32768
+_NUMBER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(functional.gelu, functional.silu, functional.softplus, functional.sigmoid, functional.tanh),
+    *(torch.exp, torch.log, torch.sigmoid, torch.tanh),
+    *(Tensor.exp, Tensor.log, Tensor.sigmoid, Tensor.tanh),
+)
 _OURS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    **{function: _of_numbers(function) for function in _NUMBER_FUNCTIONS},
     functional.linear: _linear,
     _torch._grouped_mm: _grouped_mm,  # the public function calls it without a mode
     torch.addmm: _addmm,

@@ -50,6 +50,7 @@ class Sequence:
         keys: The prefix keys of its full blocks, as far as they were computed.
         scores: The log-probabilities of its prompt; `None` if they are not asked for, or told already.
         has_arrived: Whether a move or a restore holds blocks for it until it runs.
+        slot: The slot of its recurrent states while it has blocks; requests that run have different ones.
     """
 
     ticket: int
@@ -68,6 +69,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list[bytes])
     scores: PromptScores | None = None
     has_arrived: bool = False
+    slot: int = 0
 
     @property
     def num_unscored(self) -> int:
@@ -125,7 +127,13 @@ class Chunk:
         sequence = self.sequence
         scored = min(self.num_tokens, sequence.num_unscored)
         return Piece(
-            sequence.tokens[start:end], start, sequence.blocks, self.is_last, sequence.adapter, scored
+            sequence.tokens[start:end],
+            start,
+            sequence.blocks,
+            self.is_last,
+            sequence.adapter,
+            scored,
+            sequence.slot,
         )
 
 
@@ -196,6 +204,7 @@ class Batcher:
         self._prefix_reuse, self._priority_places = prefix_reuse, priority_places
         self._fresh: set[int] = set()
         self._copies: dict[int, Copy] = {}
+        self._free_slots = list(range(max_requests))
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -313,6 +322,7 @@ class Batcher:
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=self._rank)
         sequence.has_arrived = False  # what holds its blocks releases them
+        sequence.slot = self._free_slots.pop()
         return True
 
     @property
@@ -357,7 +367,7 @@ class Batcher:
                 return False
             victims.append(last)
         for victim in victims:
-            self._preempt(victim)
+            self.preempt(victim)
         return True
 
     def _would_fit(self, newcomer: Sequence, victims: Items[Sequence]) -> bool:
@@ -373,13 +383,14 @@ class Batcher:
         need = blocks_for(sequence.num_computed + 1, self.block_tokens) - len(sequence.blocks)
         while need > self.blocks.num_free:
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return False
         sequence.blocks += self._allocate(max(0, need))
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Release the blocks of a running request, which waits until it is admitted again."""
         self.running.remove(sequence)
         self._release(sequence)
         self.add(sequence)
@@ -397,6 +408,7 @@ class Batcher:
             self._publish(sequence, at, num_tokens)
         self.blocks.release(sequence.blocks)
         sequence.blocks, sequence.num_computed = [], 0
+        self._free_slots.append(sequence.slot)
 
     # ------------------------------------------------------------------ prefixes
 

@@ -1,8 +1,8 @@
 """`TorchEngine`: an in-process instance that serves Hugging Face causal language models through PyTorch.
 
 Limits: greedy and sampled decoding only, adapters for models of one rank only. A load refuses architectures
-that keep state outside attention or build their own masks. On a CPU logits are batch-invariant to the bit; on
-other devices they may depend on the batch.
+that keep state of an unknown kind outside attention or build their own masks. On a CPU logits are
+batch-invariant to the bit; on other devices they may depend on the batch.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ class TorchEngine(Engine):
         itl_target_s: The target inter-token latency in seconds, which the engine meets by lowering the token
             budget according to measured step times. Default: `None`, the budget is fixed.
         prefix_reuse: Whether requests share the KV blocks of common prefixes, also with ended requests.
-            Default: true.
-        max_requests: The maximum number of running requests; more wait inside the engine. Default: 64.
-        memory_bytes: The limit of weights (preloaded ones included) and KV blocks together. Weights that a
-            store lends to a CPU do not count: they are in the store's budget. Default: `None`, the whole
-            memory of the device; set it if engines share a device.
+            Models with recurrent states never do. Default: true.
+        max_requests: The maximum number of running requests; more wait inside the engine. Recurrent states
+            take memory for each. Default: 64.
+        memory_bytes: The limit of weights (preloaded ones included), KV blocks and recurrent states together.
+            Weights that a store lends to a CPU do not count: they are in the store's budget. Default: `None`,
+            the whole memory of the device; set it if engines share a device.
         idle_bytes: On a CPU, the size of freed weight memory that is kept for the next load, which then
             writes to allocated pages; 0 returns all of it at once. Default: 1 GiB.
         max_adapters: The maximum number of loaded adapters; 0 disables adapters. Default: 32.

@@ -21,6 +21,7 @@ from hotswap.backends.torch.batch_invariant import BatchInvariantMode
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.kv import KVCache, blocks_for
 from hotswap.backends.torch.linear import MIN_ROWS
+from hotswap.backends.torch.recurrent.states import Span, StatePool, StepStates
 from hotswap.kernels.paged_attention import Rows
 
 __all__ = ["MAX_SCORED_ROWS", "Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
@@ -46,6 +47,7 @@ class Piece:
         adapter: The slot of the request's adapter; `None` without one.
         num_scored: Of how many tokens, from the first on, the logits are needed too, the last one excluded if
             it samples.
+        slot: The slot of the request's recurrent states, which begin at zero if `start` is 0.
     """
 
     tokens: Sequence[int]
@@ -54,6 +56,7 @@ class Piece:
     samples: bool
     adapter: AdapterSlot | None = None
     num_scored: int = 0
+    slot: int = 0
 
     @property
     def num_kept(self) -> int:
@@ -89,13 +92,16 @@ class Forward(ABC):
 
     Attributes:
         num_blocks: The number of KV blocks.
-        size_bytes: The memory of those blocks.
+        size_bytes: The memory of those blocks, and of the recurrent states of requests.
         depth: The maximum number of steps in flight.
+        keeps_states: Whether requests have recurrent states, which a step changes: a part of a request cannot
+            be computed twice, and its KV blocks alone do not continue it.
     """
 
     num_blocks: int
     size_bytes: int
     depth: int = 1
+    keeps_states: bool = False
 
     @abstractmethod
     def submit(self, work: Work) -> None:
@@ -124,6 +130,7 @@ class LocalForward(Forward):
         invariant: See `assemble`.
         linear_only: See `assemble`.
         background_work: Called by `do_background_work`.
+        states: The recurrent states of requests; `None` for models without any.
 
     Attributes:
         work: What was submitted last.
@@ -137,9 +144,12 @@ class LocalForward(Forward):
         invariant: bool,
         linear_only: bool = False,
         background_work: Callable[[], bool] = lambda: False,
+        states: StatePool | None = None,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
-        self.cache = cache
+        self.cache, self._states, self.keeps_states = cache, states, states is not None
+        if states is not None:
+            self.size_bytes += states.size_bytes
         self._model, self._background_work = model, background_work
         self._invariant, self._linear_only = invariant, linear_only
         self.work = Work(())
@@ -151,7 +161,9 @@ class LocalForward(Forward):
         self.cache.copy(self.work.copies)
         self.cache.clear(self.work.fresh)
         pieces = self.work.pieces
-        batch = assemble(pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only)
+        batch = assemble(
+            pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only, states=self._states
+        )
         return batch.logits(self._model)
 
     def do_background_work(self) -> bool:
@@ -196,7 +208,14 @@ class Batch:
         return cast("Tensor", out.logits[0])[: self.num_kept]
 
 
-def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear_only: bool = False) -> Batch:
+def assemble(
+    pieces: Sequence[Piece],
+    cache: KVCache,
+    *,
+    invariant: bool,
+    linear_only: bool = False,
+    states: StatePool | None = None,
+) -> Batch:
     """Build the tensors of a step from its pieces, in one row.
 
     On devices that gather blocks, neighbouring pieces of one token attend in one batch: pieces sorted by
@@ -208,6 +227,7 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear
         invariant: Whether logits must be batch-invariant to the bit.
         linear_only: Whether linear layers are the only products with weights: they are batch-invariant from
             `MIN_ROWS` rows on. If not, the pass runs in `BatchInvariantMode`, which takes more time.
+        states: The recurrent states of requests; `None` for models without any.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -242,10 +262,20 @@ def assemble(pieces: Sequence[Piece], cache: KVCache, *, invariant: bool, linear
             offsets=at % cache.block_tokens,
             adapters=adaptation(adapted, on),
             positions=at,
+            states=None
+            if states is None
+            else StepStates(states, _spans(pieces, starts), watches=invariant and linear_only),
             **_reading(pieces, starts, at, cache),
         ),
         watched=invariant and not linear_only,
     )
+
+
+def _spans(pieces: Sequence[Piece], starts: Sequence[int]) -> list[Span]:
+    return [
+        Span(piece.slot, first, first + len(piece.tokens), is_new=piece.start == 0)
+        for piece, first in zip(pieces, starts, strict=True)
+    ]
 
 
 class _Reading(TypedDict, total=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -72,7 +73,7 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     weight = parameters.get("weight")
     if weight is None or len(parameters) != 1 or weight.dim() != 1 or any(True for _ in module.buffers()):
         return None
-    if next(iter(module.children()), None) is not None:
+    if next(iter(module.children()), None) is not None or not _takes_one(module):
         return None
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     key = (type(module), len(weight), repr(sorted(settings.items())))
@@ -92,6 +93,11 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return rms_norm(hidden, weight, epsilon=epsilon, scaling=scaling)
 
     return norm
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether a module's `forward` has one parameter: a gated norm has a second, optional one."""
+    return len(signature(type(module).forward).parameters) == 2
 
 
 def _try_norm(module: nn.Module, settings: dict[str, Any], width: int) -> _Norm | None:

@@ -17,33 +17,53 @@ from torch import Tensor
 
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.buffers import host_bytes
+from hotswap.backends.torch.recurrent.states import StateShape
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 from hotswap.kernels.paged_attention import DTYPES, append, compile_for
 from hotswap.kernels.targets import runs_triton
 
-__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "head_block_indices"]
+__all__ = ["KVCache", "LayerShape", "blocks_for", "bytes_per_token", "head_block_indices", "state_bytes"]
 
 _NO_BLOCK: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The KV cache entry of a token in one layer: `kv_heads` keys of `key_dim` and values of `value_dim`."""
+    """What a request keeps in one layer: a KV cache entry for each token, and states of fixed size.
+
+    Attributes:
+        kv_heads: The keys and values of a token; 0 in a layer without attention.
+        key_dim: The width of a key.
+        value_dim: The width of a value.
+        dtype: Their dtype.
+        states: The recurrent states of a request.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    states: tuple[StateShape, ...] = ()
 
     @property
     def bytes_per_token(self) -> int:
         """The size of keys and values together."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """The size of the states of one request."""
+        return sum(state.size_bytes for state in self.states)
+
 
 def bytes_per_token(layers: Sequence[LayerShape]) -> int:
     """Return the KV cache bytes of one token in all layers."""
     return sum(layer.bytes_per_token for layer in layers)
+
+
+def state_bytes(layers: Sequence[LayerShape]) -> int:
+    """Return the bytes of the recurrent states of one request in all layers."""
+    return sum(layer.state_bytes for layer in layers)
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:

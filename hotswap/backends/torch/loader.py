@@ -26,6 +26,7 @@ from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.packed_cache import PackedCache, PackedWeights
 from hotswap.backends.torch.preflight import preflight
+from hotswap.backends.torch.recurrent.states import StatePool
 from hotswap.backends.torch.weights import check_world_size, convert, recast
 from hotswap.errors import InstanceLost, OutOfMemory
 from hotswap.kernels.targets import runs_triton
@@ -69,7 +70,7 @@ class LocalModel(LoadedModel):
         skeleton: The modules, borrowed from the skeleton cache.
         weights: The weights; the modules' parameters are views of them.
         packed: The packed copies of linear weights that exist so far.
-        layers: The KV cache entry of a token in each layer.
+        layers: What a request keeps in each layer.
         context: The maximum length of a request, in tokens.
         eos_token_ids: The token ids that end a generation.
         vocabulary: The number of token ids.
@@ -215,7 +216,10 @@ class LocalLoader(Loader):
             OutOfMemory: the memory does not suffice for one block.
         """
         cache = self._make_cache(model, budget) if kept is None else kept
-        self._released.watch(*cache.tensors)  # released with the model, before `reclaimed` is called
+        states = self._make_states(model, budget)
+        self._others_bytes = cache.size_bytes + (0 if states is None else states.size_bytes)
+        # Released with the model, before `reclaimed` is called.
+        self._released.watch(*cache.tensors, *(() if states is None else states.tensors))
         self._fit()
         return LocalForward(
             model.skeleton.module,
@@ -223,21 +227,32 @@ class LocalLoader(Loader):
             invariant=self._invariant,
             linear_only=model.skeleton.linear_only,
             background_work=partial(self.pack_next, model),
+            states=states,
         )
 
     def _make_cache(self, model: LocalModel, budget: KVBudget) -> KVCache:
-        num_blocks = self._num_blocks(model, budget)
+        num_blocks, state_bytes = self._num_blocks(model, budget), budget.state_bytes(model.layers)
+        block_bytes = budget.block_tokens * bytes_per_token(model.layers)
         if num_blocks < 1:
             room = self.memory_bytes - self.weight_bytes
+            beside = f" beside {state_bytes:,} for recurrent states of {budget.max_requests} requests"
             raise OutOfMemory(
-                f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of "
-                f"{budget.block_tokens * bytes_per_token(model.layers):,} bytes each; give the engine more."
+                f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of {block_bytes:,} bytes each"
+                f"{beside if state_bytes else ''}; give the engine more"
+                f"{', or lower its max_requests' if state_bytes else ''}."
             )
-        self._others_bytes = (num_blocks + 1) * budget.block_tokens * bytes_per_token(model.layers)
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
             cache.build_kernels()
         return cache
+
+    def _make_states(self, model: LocalModel, budget: KVBudget) -> StatePool | None:
+        if not budget.state_bytes(model.layers):
+            return None
+        with out_of_memory_mapped(f"the recurrent states of {model.card.id!r}"):
+            pool = StatePool(budget.max_requests, self._device, [layer.states for layer in model.layers])
+            pool.build_kernels()
+        return pool
 
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
         """Borrow the modules of a config; refuses architectures that its check refuses, before any read."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.forward import Forward
-from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token
+from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token, state_bytes
 from hotswap.model import ModelCard
 from hotswap.store import WeightStore
 
@@ -32,6 +32,10 @@ class KVBudget:
     block_tokens: int
     max_requests: int
 
+    def state_bytes(self, layers: tuple[LayerShape, ...]) -> int:
+        """Return the bytes of the recurrent states of all running requests."""
+        return self.max_requests * state_bytes(layers)
+
     @property
     def most_tokens(self) -> int | None:
         """How many tokens the cache has at most; `None` if its size is given in bytes."""
@@ -41,11 +45,13 @@ class KVBudget:
         """Return the number of blocks: the budget, limited by free memory and by what requests can fill.
 
         Args:
-            layers: The KV cache entry of a token in each layer.
+            layers: What a request keeps in each layer.
             context: The maximum length of a request, in tokens.
-            room_bytes: The free memory.
+            room_bytes: The free memory, of which recurrent states take their part first.
         """
-        block_bytes = self.block_tokens * bytes_per_token(layers)
+        room_bytes -= self.state_bytes(layers)
+        # A model without attention has blocks of no size, by which tokens are counted alone.
+        block_bytes = max(1, self.block_tokens * bytes_per_token(layers))
         wanted = (
             self.tokens // self.block_tokens if self.size_bytes is None else self.size_bytes // block_bytes
         )

@@ -167,7 +167,20 @@ def _small(config: Mapping[str, Any], *, layered: bool, fill: bool) -> dict[str,
     for name, other in _EQUALS:
         if config.get(name) is not None and config.get(name) == config.get(other):
             small[name] = small[other]
+    if (
+        _inner_heads(config) and _inner_heads(small) is not None
+    ):  # of a state space, which fill its inner width
+        small["num_heads"] = small["hidden_size"] * small["expand"] // small["head_dim"]
     return small | ({name: len(kept) for name in _COUNTS if config.get(name)} if kept else {})
+
+
+def _inner_heads(config: Mapping[str, Any]) -> bool | None:
+    """Whether heads fill the expanded width of a model; `None` if the config has no such sizes."""
+    sizes = [config.get(name) for name in ("hidden_size", "expand", "num_heads", "head_dim")]
+    if not all(type(size) is int for size in sizes):
+        return None
+    width, factor, heads, head_dim = cast("list[int]", sizes)
+    return width * factor == heads * head_dim
 
 
 def _smaller(name: str, value: Any) -> Any:

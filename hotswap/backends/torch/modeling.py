@@ -22,6 +22,8 @@ from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attac
 from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
+from hotswap.backends.torch.recurrent.mixers import Mixer
+from hotswap.backends.torch.recurrent.mixers import attach as attach_mixers
 from hotswap.backends.torch.row_positions import tell_positions
 from hotswap.backends.torch.weights import Views
 from hotswap.errors import ShardCorrupt, UnsupportedModel
@@ -74,6 +76,7 @@ class Skeleton:
         dtype: The dtype that the bound model computes in.
         targets: The layers that can have adapters, by device and compute format, as far as requested.
         linears: The replaced linear layers, on a CPU.
+        mixers: The layers that keep recurrent states; none if there are some of an unknown kind.
         num_layers: The number of layers.
         vocabulary: The number of token ids.
         max_positions: The maximum context in tokens; `None` if the config has none.
@@ -85,7 +88,8 @@ class Skeleton:
         self.module = _build(self.config, device)
         self.dtype = torch.float32
         self._slots = tuple(_slots(self.module))
-        self._multiplying = tuple(_multiplying(self.module))
+        self.mixers: tuple[Mixer, ...] = attach_mixers(self.module)
+        self._multiplying = tuple(_multiplying(self.module, self.mixers))
         self.targets: dict[str, Mapping[str, Target]] = {}
         self._fp8_linears: tuple[Fp8Linear, ...] = ()
         on_cpu = device.type == "cpu"
@@ -381,13 +385,19 @@ def _slots(module: Any) -> Iterator[_Slot]:
                 yield _Slot(lead + key, buffers, key, buffer)
 
 
-def _multiplying(module: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the locations of all matrices but embeddings, which are looked up and not multiplied."""
+def _multiplying(module: Any, mixers: Sequence[Mixer]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the locations of all matrices but embeddings and weights of kernels.
+
+    Embeddings are looked up, and the kernels of recurrent layers sum their products in a fixed order.
+    """
+    by_kernel = {id(mixer.module) for mixer in mixers}
+    by_kernel |= {id(p) for m in mixers for p in m.module.children() if isinstance(p, nn.Conv1d)}
     holders: Iterator[nn.Module] = module.modules()
     for holder in holders:
         parameters, _, _ = _tables(holder)
         for key, value in parameters.items():
-            if value is not None and value.ndim > 1 and not isinstance(holder, nn.Embedding):
+            by_other = isinstance(holder, nn.Embedding) or id(holder) in by_kernel
+            if value is not None and value.ndim > 1 and not by_other:
                 yield parameters, key
 
 

@@ -247,8 +247,8 @@ class Models:
         if self.migration is None:
             raise aborted(
                 "export",
-                f"the KV blocks of engine {self._engine!r} cannot move: that takes a model of one rank, "
-                "prefix reuse, and a store with checksums",
+                f"the KV blocks of engine {self._engine!r} cannot move: that takes a model of one rank "
+                "without recurrent states, prefix reuse, and a store with checksums",
             )
         return self.migration
 
@@ -256,6 +256,8 @@ class Models:
         self, model: LoadedModel, forward: Forward, runner: Runner, worker: Worker, post: Callable[..., None]
     ) -> MigrationContext | None:
         if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
+            return None
+        if forward.keeps_states:  # keys and values alone do not continue a request
             return None
         return MigrationContext(
             life=self.life,

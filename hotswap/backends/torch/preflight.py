@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from hotswap.backends.torch.attention import MaskPattern
 from hotswap.backends.torch.forward import Piece, assemble
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for
 from hotswap.backends.torch.modeling import Skeleton
+from hotswap.backends.torch.recurrent.states import StatePool, StepStates
 from hotswap.backends.torch.routing import Choices, Comparison, HeldChoices, RecordedChoices
 from hotswap.errors import UnsupportedModel
 
@@ -52,10 +53,11 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 def preflight(
     skeleton: Skeleton, device: torch.device, *, block_tokens: int, invariant: bool
 ) -> tuple[LayerShape, ...]:
-    """Check that a bound skeleton can be served exactly, and return each layer's KV cache entry of a token.
+    """Check that a bound skeleton can be served exactly, and return what a request keeps in each layer.
 
-    Every layer must call attention once per pass, and the logits computed in chunks and batches must equal
-    those of the model's own eager attention, with the experts that it chooses, as must the scores of routers.
+    Every layer must call attention once per pass, or continue its recurrent states. The logits computed in
+    chunks and batches must equal those of the model's own eager attention, with the experts that it chooses,
+    as must the scores of routers.
 
     Args:
         skeleton: The model.
@@ -67,10 +69,11 @@ def preflight(
         UnsupportedModel: the check failed.
     """
     cache = KVCache(sum(blocks_for(n, block_tokens) for n in _LENGTHS), block_tokens, device)
+    states = StatePool(len(_LENGTHS), device) if skeleton.mixers else None
     try:
         expected = reference(skeleton, device)
         with torch.inference_mode():
-            mine, comparison = _in_chunks(skeleton, cache, invariant, expected.choices)
+            mine, comparison = _in_chunks(skeleton, cache, invariant, expected.choices, states)
     except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as exc:  # a model that is no causal decoder may fail with any error
@@ -82,7 +85,7 @@ def preflight(
         )
         raise _unsupported(skeleton, device, why) from exc
     _compare(skeleton, device, mine, expected.logits, comparison)
-    return tuple(cache.layers[index] for index in range(skeleton.num_layers))
+    return _kept(skeleton, cache, states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ def _is_filled(part: object) -> bool:
 
 
 def _in_chunks(
-    skeleton: Skeleton, cache: KVCache, invariant: bool, choices: Items[Choices]
+    skeleton: Skeleton, cache: KVCache, invariant: bool, choices: Items[Choices], states: StatePool | None
 ) -> tuple[list[Tensor], Comparison]:
     """Return the logits at the end of every chunk, with the experts in `choices`."""
     prompts, free = prompts_of(skeleton.vocabulary), iter(range(1, cache.num_blocks + 1))
@@ -179,14 +182,41 @@ def _in_chunks(
         held: list[tuple[Choices, range]] = []
         for request, count in step:
             start, ends[request] = ends[request], ends[request] + count
-            pieces.append(Piece(prompts[request][start : start + count], start, blocks[request], True))
+            tokens = prompts[request][start : start + count]
+            pieces.append(Piece(tokens, start, blocks[request], True, slot=request))
             held.append((choices[request], range(start, start + count)))
-        batch = assemble(pieces, cache, invariant=invariant)
+        batch = assemble(pieces, cache, invariant=invariant, states=states)
         with HeldChoices(held, batch.ids.shape[1], comparison):
             logits += batch.logits(skeleton.module)
-        if sorted(batch.step.layers) != list(range(skeleton.num_layers)):
-            raise _unsupported(skeleton, cache.device, _called(batch.step.layers, skeleton.num_layers))
+        calls = batch.step.layers
+        if batch.step.states is not None:
+            _check_states(skeleton, cache.device, calls, batch.step.states)
+        elif sorted(calls) != list(range(skeleton.num_layers)):
+            raise _unsupported(skeleton, cache.device, _called(calls, skeleton.num_layers))
     return logits, comparison
+
+
+def _check_states(skeleton: Skeleton, device: torch.device, calls: Items[int], states: StepStates) -> None:
+    """Refuse a model unless each mixer continued its states, and attention ran at most once a layer."""
+    if len(calls) > len(set(calls)):
+        raise _unsupported(skeleton, device, _called(calls, skeleton.num_layers))
+    if set(states.taken) != {mixer.layer for mixer in skeleton.mixers}:
+        raise _unsupported(
+            skeleton,
+            device,
+            f"continues recurrent states in {len(states.taken)} of {len(skeleton.mixers)} layers",
+        )
+
+
+def _kept(skeleton: Skeleton, cache: KVCache, states: StatePool | None) -> tuple[LayerShape, ...]:
+    """Return what a request keeps in each layer; a layer without attention keeps no keys and values."""
+    if states is None:
+        return tuple(cache.layers[index] for index in range(skeleton.num_layers))
+    without = LayerShape(kv_heads=0, key_dim=0, value_dim=0, dtype=skeleton.dtype)
+    return tuple(
+        replace(cache.layers.get(index, without), states=states.shapes(index))
+        for index in range(skeleton.num_layers)
+    )
 
 
 def _called(layers: Items[int], expected: int) -> str:

@@ -226,12 +226,18 @@ class Runner:
     def _retry(self, step: _InFlightStep, error: Exception) -> tuple[Sampled, ...]:
         """Compute a failed step again without its newest requests, which end; raise if that does not help.
 
-        The requests that go on get the same tokens: a step writes the same keys and values again.
+        The requests that go on get the same tokens: a step writes the same keys and values again. Recurrent
+        states may have been changed by a part of the step: with these, the other requests are computed anew.
         """
         self._num_failed += 1
         if self._forward.depth > 1 or self._num_failed > _MAX_FAILED_STEPS:
             raise error
         newest = sorted(step.sequences, key=lambda sequence: sequence.ticket, reverse=True)
+        if self._forward.keeps_states:
+            for sequence in newest[1:]:
+                if sequence in self.batcher.running:
+                    self.batcher.preempt(sequence)
+            return (self._drop(newest[0], step, error),)
         for count in range(1, min(len(newest), _MAX_DROPPED) + 1):
             rest, logits = step.without(newest[:count]), None
             if rest.sequences:

@@ -158,7 +158,7 @@ class Settings:
             token_budget=self.max_step_tokens,
             max_requests=self.max_requests,
             num_batches=forward.depth,
-            prefix_reuse=self.prefix_reuse,
+            prefix_reuse=self.prefix_reuse and not forward.keeps_states,
         )
 
     def make_budget(self) -> TokenBudget | None:

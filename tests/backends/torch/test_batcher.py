@@ -401,8 +401,8 @@ def a_row_of_the_budget_left_unused(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_first_preempted(patch: pytest.MonkeyPatch) -> None:
-    original = Batcher._preempt
-    patch.setattr(Batcher, "_preempt", lambda self, _: original(self, self.running[0]))
+    original = Batcher.preempt
+    patch.setattr(Batcher, "preempt", lambda self, _: original(self, self.running[0]))
 
 
 def a_decode_skipped_for_a_prompt(patch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,7 @@ def test_supported_architectures_are_exact(architecture: str) -> None:
 # At their default sizes a prompt of a few dozen tokens would not show these features.
 LATE: dict[str, tuple[Callable[[], Any], str]] = {
     "chooses 2048 keys by an index": (lambda: transformers.DeepseekV32Config(), "index"),
-    "convolves some layers": (
-        lambda: transformers.Lfm2Config(layer_types=["conv", "full_attention"] * 16),
-        "convolution",
-    ),
-    "keeps recurrent states": (lambda: transformers.Qwen3NextConfig(), "recurrent"),
+    "keeps states of an unknown kind": (lambda: transformers.ZayaConfig(), "recurrent"),
     "adds a tensor to its masks": (lambda: transformers.DogeConfig(), "masks"),
     "sees what comes later": (lambda: transformers.BertConfig(), "causal"),
     "attends twice a layer": (lambda: transformers.DiffLlamaConfig(), "times"),
@@ -109,7 +105,7 @@ def test_an_ignored_feature_is_detected_at_real_sizes(
 
 async def test_an_architecture_is_refused_before_weights_are_read() -> None:
     store = DictStore()
-    store.add("m", make_model(transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2)))
+    store.add("m", make_model(transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)))
     read: list[int] = []
     store.on_chunk = lambda model, index: read.append(index)
     async with TorchEngine("e0", kv_tokens=256, threads=1) as engine:

@@ -22,9 +22,12 @@ from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import linear_layers
 from hotswap.backends.torch.packed_cache import PackedCache
+from hotswap.backends.torch.recurrent import StatePool
+from hotswap.backends.torch.recurrent.mixers import attach
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.kernels import packed_linear
 from tests.backends.torch import zoo
+from tests.backends.torch.hybrids import HYBRIDS, make_hybrid
 from tests.backends.torch.zoo import VOCABULARY, linear_only, make_model
 
 CPU = torch.device("cpu")
@@ -63,6 +66,30 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
         assert differing == [], f"of {len(lone)}, with a budget of {budget}"
     assert packed.complete
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_logits_of_models_with_recurrent_states_are_those_of_a_lone_run(
+    architecture: str, dtype: torch.dtype, num_threads: int, threads: Callable[[int], None]
+) -> None:
+    """A request that is preempted begins anew, in another slot; slots are used again."""
+    threads(num_threads)
+    random = Random(6)
+    model = _paged(make_hybrid(architecture, dtype=dtype))
+    assert attach(model)
+    linear_layers(model)
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(n)] for n in (1, 3, 20, 70, 130, 200, 9, 31)]
+    lone: Logits = {}
+    for ticket, prompt in enumerate(prompts):
+        lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0, keeps_states=True)
+    for budget in (24, 150):
+        mixed = _run(
+            model, dict(enumerate(prompts)), budget=budget, random=random, p_preempt=0.1, keeps_states=True
+        )
+        differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
+        assert differing == [], f"of {len(lone)}, with a budget of {budget}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -174,6 +201,7 @@ def _run(
     invariant: bool = True,
     background_work: Callable[[], bool] = lambda: False,
     num_blocks: int = 128,
+    keeps_states: bool = False,
 ) -> Logits:
     """Return the logits after every token of every request, by ticket and position."""
     blocks = BlockPool(num_blocks)
@@ -185,13 +213,19 @@ def _run(
         Sequence(ticket, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
         for ticket, prompt in prompts.items()
     ]
-    forward = LocalForward(model, cache, invariant=invariant, linear_only=linear_only(model))
+    forward = LocalForward(
+        model,
+        cache,
+        invariant=invariant,
+        linear_only=linear_only(model),
+        states=StatePool(6, CPU) if keeps_states else None,
+    )
     seen: Logits = {}
     while waiting or batcher.running or batcher.waiting:
         if waiting and (random.random() < 0.5 or not batcher.running):
             batcher.add(waiting.pop(0))
         if batcher.running and random.random() < p_preempt:
-            batcher._preempt(batcher.running[-1])
+            batcher.preempt(batcher.running[-1])
         _step(forward, batcher, seen)
         background_work()
     assert blocks.num_free == blocks.num_blocks

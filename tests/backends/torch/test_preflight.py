@@ -30,13 +30,12 @@ COMMON: dict[str, Any] = {
 }
 
 REFUSED: dict[str, Any] = {
-    "state outside attention": lambda: transformers.MambaConfig(
-        vocab_size=128, hidden_size=64, state_size=8, num_hidden_layers=2
+    "state in a cache of its own": lambda: transformers.RwkvConfig(
+        vocab_size=128, hidden_size=64, attention_hidden_size=64, num_hidden_layers=2
     ),
     "attention of its own": lambda: transformers.BloomConfig(
         vocab_size=128, hidden_size=64, n_layer=2, n_head=4
     ),
-    "convolutions between": lambda: transformers.Lfm2Config(**COMMON, layer_types=["conv", "full_attention"]),
     "two attentions a layer": lambda: transformers.DiffLlamaConfig(**COMMON),
     "no causal mask": lambda: transformers.BertConfig(
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4

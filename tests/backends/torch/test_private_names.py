@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import hotswap
+from hotswap.backends.torch.recurrent.functions import CONVOLUTION, RECURRENCES
 from tests.backends.torch.zoo import CONFIGS, make_model
 
 ROOT = Path(hotswap.__file__).parent
@@ -162,6 +163,22 @@ def attention_and_masks_can_be_registered() -> None:
     assert transformers.CONFIG_MAPPING["llama"] is type(CONFIGS["llama"]())
 
 
+def recurrent_layers_call_functions_by_these_names() -> None:
+    assert import_module("transformers.activations").ACT2FN["silu"](torch.zeros(1)) == 0
+    mixers = {
+        "lfm2.modeling_lfm2.Lfm2ShortConv": set[str](),
+        "qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet": {"torch_chunk_gated_delta_rule"},
+        "kimi_linear.modeling_kimi_linear.KimiLinearDeltaAttention": {"chunk_kimi_delta_attention"},
+        "bamba.modeling_bamba.BambaMixer": {"mamba2_chunk_scan"},
+        "jamba.modeling_jamba.JambaMambaMixer": {"mamba_selective_scan"},
+    }
+    for path, recurrences in mixers.items():
+        module, _, name = path.rpartition(".")
+        forward: Any = inspect.unwrap(getattr(import_module(f"transformers.models.{module}"), name).forward)
+        assert {CONVOLUTION, "update_conv_state", *recurrences} <= set(forward.__code__.co_names), name
+        assert set(RECURRENCES) & set(forward.__code__.co_names) == recurrences, name
+
+
 # By the private names, or the modules without a promise, that each check covers.
 CHECKS: dict[Callable[[], None], tuple[str, ...]] = {
     module_keeps_what_it_has_in_dicts: ("_buffers", "_non_persistent_buffers_set", "_parameters"),
@@ -182,6 +199,7 @@ CHECKS: dict[Callable[[], None], tuple[str, ...]] = {
     ),
     experts_have_several_implementations: (),
     attention_and_masks_can_be_registered: ("transformers.pytorch_utils",),
+    recurrent_layers_call_functions_by_these_names: ("transformers.activations",),
 }
 # Documented, or of Python itself.
 PUBLIC = {"_exit", "numba.extending", "torch.nn", "torch.overrides", "torch.distributed"}

@@ -237,7 +237,14 @@ class RankedLoader(Loader):
     def _borrow_skeleton(self, config_text: str) -> Skeleton:
         """Borrow the modules of a config; refuses architectures that its check refuses, before any read."""
         check_config(config_text)
-        return self._skeletons.borrow(config_text, _CPU)
+        skeleton = self._skeletons.borrow(config_text, _CPU)
+        if skeleton.mixers:
+            self._skeletons.give_back(skeleton, _CPU)
+            raise UnsupportedModel(
+                f"The {skeleton.config.model_type!r} model keeps recurrent states, which an engine of "
+                "several ranks does not have; serve it with tp=1 and pp=1."
+            )
+        return skeleton
 
     def _parts(self, skeleton: Skeleton) -> list[Part]:
         hidden_size = int(skeleton.config.get_text_config().hidden_size)

@@ -1,0 +1,278 @@
+"""Models with recurrent states get the tokens of `generate`, and keep no state of other requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import nn
+
+from hotswap import Adapter, AdapterId, Fleet, InstanceState, Model, ModelId, Request, RequestId, Sampling
+from hotswap.action import MigrationRecord
+from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.torch import SkeletonCache, TorchEngine, attention
+from hotswap.backends.torch.forward import LocalForward
+from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.recurrent import StatePool
+from hotswap.backends.torch.recurrent.mixers import attach
+from hotswap.errors import InstanceError, MigrationAborted, OutOfMemory, UnsupportedModel
+from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
+from tests.backends.torch.adapters.files import merged, write
+from tests.backends.torch.clients import make_client_plans, run_clients
+from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.hybrids import HYBRIDS, make_hybrid
+from tests.backends.torch.zoo import VOCABULARY, generate, make_model
+
+NUM_REQUESTS = 8
+SKELETONS = SkeletonCache()
+
+
+def prompts_of(random: Random, *lengths: int) -> list[list[int]]:
+    return [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def ask(prompt: list[int], *, name: str = "r", model: str = "m", **sampling: Any) -> Request:
+    return Request(
+        id=RequestId(name), model=ModelId(model), prompt=tuple(prompt), sampling=Sampling(**sampling)
+    )
+
+
+async def tokens_of(engine: TorchEngine, request: Request) -> list[int]:
+    async with engine.stream(request) as tokens:
+        return [token.id async for token in tokens]
+
+
+@asynccontextmanager
+async def serving(model: Any, **options: Any) -> AsyncGenerator[TorchEngine]:
+    store = DictStore()
+    card = store.add("m", model)
+    settings: dict[str, Any] = {"kv_tokens": 512, "kv_block_tokens": 16, "threads": 1, "skeletons": SKELETONS}
+    async with TorchEngine("e0", **settings | options) as engine:
+        await engine.load(card, store)
+        yield engine
+
+
+# ----------------------------------------------------------------------------------------------- tokens
+
+
+async def compare(architecture: str, *, skeletons: SkeletonCache = SKELETONS) -> None:
+    """Compare random clients, which abort and continue, with `generate`; requests are preempted meanwhile."""
+    random, model = Random(1), make_hybrid(architecture)
+    prompts = prompts_of(random, *(random.choice([1, 2, 5, 17, 30, 60]) for _ in range(NUM_REQUESTS)))
+    counts = [random.choice([1, 60, 70, 70]) for _ in range(NUM_REQUESTS)]
+    expected = [generate(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert len(set(itertools.chain(*expected))) > sum(counts) / 8, "repetitive text could hide a mistake"
+    samplings = [Sampling(max_tokens=count) for count in counts]
+    async with serving(model, kv_tokens=144, token_budget=48, max_requests=6, skeletons=skeletons) as engine:
+        assert await run_clients(engine, make_client_plans(random, "m", prompts, samplings)) == expected
+        assert engine.num_preempted > 0, "too many blocks: the test must preempt"
+        # Keys and values of a prefix are of no use without the states after it.
+        assert engine.num_reused_tokens == 0
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_tokens_equal_generate(architecture: str) -> None:
+    await compare(architecture)
+
+
+# Each function of `groups` once.
+@pytest.mark.parametrize("architecture", ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba"])
+async def test_tokens_equal_generate_on_devices_without_kernels(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVCache, "in_place", False)
+    monkeypatch.setattr(attention, "attend", None)
+    monkeypatch.setattr(StatePool, "uses_kernels", False)
+    await compare(architecture, skeletons=SkeletonCache())
+
+
+async def test_requests_go_on_when_a_step_failed_that_had_changed_their_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, result = make_hybrid("qwen3_5"), LocalForward.result
+    good = [[1, 2, 3], [4, 5, 6, 7]]
+    expected = {at: generate(model, prompt, 20) for at, prompt in enumerate(good)}
+    generated = {token for tokens in expected.values() for token in tokens}
+    poison = next(token for token in range(8, VOCABULARY) if token not in generated)
+
+    def fail(self: LocalForward) -> torch.Tensor:
+        made = result(self)
+        if any(poison in piece.tokens for piece in self.work.pieces):
+            raise RuntimeError("the device fell off")
+        return made
+
+    prompts = [*good, [1, 2, 3] * 20 + [poison]]
+    got: dict[int, list[int]] = {}
+    failed: list[Exception] = []
+    async with serving(model, token_budget=24, max_requests=4) as engine:
+        monkeypatch.setattr(LocalForward, "result", fail)
+
+        async def run(at: int) -> None:
+            try:
+                got[at] = await tokens_of(engine, ask(prompts[at], name=f"r{at}", max_tokens=20))
+            except InstanceError as exc:
+                failed.append(exc)
+
+        async with anyio.create_task_group() as tasks:
+            for at in range(3):
+                tasks.start_soon(run, at)
+        assert got == expected
+        assert [type(exc) for exc in failed] == [InstanceError]
+        assert engine.status().state is InstanceState.SERVING
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("qwen3_5", ("in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "q_proj", "down_proj")),
+        ("bamba", ("in_proj", "out_proj", "v_proj")),
+        ("lfm2", ("in_proj", "out_proj", "w1")),
+    ],
+)
+async def test_adapters_of_recurrent_layers_give_the_tokens_of_the_merged_model(
+    architecture: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    random, model = Random(2), make_hybrid(architecture)
+    adapter = Adapter("a", "m", write(tmp_path / "a", model, seed=1, size=4.0, names=names, r=8))
+    models = {None: model, AdapterId("a"): merged(model, tmp_path / "a")}
+    prompts = prompts_of(random, 1, 5, 40, 70)
+    expected = {
+        (name, at): generate(each, prompt, 12)
+        for name, each in models.items()
+        for at, prompt in enumerate(prompts)
+    }
+    assert all(expected[None, at] != expected[AdapterId("a"), at] for at in range(len(prompts)))
+    got: dict[tuple[AdapterId | None, int], list[int]] = {}
+    async with serving(model, token_budget=48, max_requests=8) as engine:
+        await engine.load_adapter(adapter)
+
+        async def run(name: AdapterId | None, at: int) -> None:
+            request = Request(
+                id=RequestId(f"{name} {at}"),
+                model=ModelId("m"),
+                prompt=tuple(prompts[at]),
+                adapter=name,
+                sampling=Sampling(max_tokens=12),
+            )
+            got[name, at] = await tokens_of(engine, request)
+
+        async with anyio.create_task_group() as tasks:
+            for name, at in expected:
+                tasks.start_soon(run, name, at)
+    assert got == expected
+
+
+# ----------------------------------------------------------------------------------------------- moves
+
+
+async def test_requests_move_by_their_tokens_and_kv_stores_get_nothing() -> None:
+    """Their keys and values alone would continue them wrongly."""
+    model, store = make_hybrid("qwen3_5"), DictStore()
+    store.add("m", model)
+    prompts = prompts_of(Random(3), 5, 40, 90)
+    expected = [generate(model, prompt, 60) for prompt in prompts]
+    engines = [
+        TorchEngine(f"e{n}", kv_tokens=1024, kv_block_tokens=16, threads=1, skeletons=SKELETONS)
+        for n in range(2)
+    ]
+    received: list[list[int]] = [[] for _ in prompts]
+    records: list[MigrationRecord] = []
+    one_at_a_time = anyio.Lock()
+    async with Fleet(
+        engines=engines,
+        store=store,
+        models=[Model("m", min_replicas=2)],
+        router=LeastLoadedRouter(),
+        scheduler=RestoreMinReplicas(),
+        kv_store=HostKVStore("16 MiB"),
+    ) as fleet:
+
+        async def client(at: int) -> None:
+            async with fleet.stream("m", prompts[at], Sampling(max_tokens=60, ignore_eos=True)) as tokens:
+                async for token in tokens:
+                    received[at].append(token.id)
+                    if len(received[at]) == 20:
+                        to = "e1" if tokens.hops[-1].instance == "e0" else "e0"
+                        async with one_at_a_time:
+                            records.append(await fleet.migrate(tokens.request.id, to=to))
+
+        async with anyio.create_task_group() as tasks:
+            for at in range(len(prompts)):
+                tasks.start_soon(client, at)
+        for engine in engines:
+            with pytest.raises(MigrationAborted, match="recurrent states"):
+                await engine.cached_kv()
+    assert received == expected
+    assert {record.method for record in records} == {"tokens"}
+    assert "done" in {record.outcome for record in records}
+
+
+async def test_several_ranks_refuse_a_model_with_recurrent_states() -> None:
+    store = DictStore()
+    card = store.add("m", make_hybrid("lfm2"))
+    async with TorchEngine("e0", pp=2, threads=1, kv_tokens=256, skeletons=SKELETONS) as engine:
+        with pytest.raises(UnsupportedModel, match="recurrent states"):
+            await engine.load(card, store)
+        assert engine.status().state is InstanceState.EMPTY
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+
+async def test_states_are_in_the_budget_and_free_after_an_unload() -> None:
+    hybrid, plain = make_hybrid("qwen3_5"), make_model("llama")
+    store = DictStore()
+    cards = {"hybrid": store.add("hybrid", hybrid), "plain": store.add("plain", plain)}
+    expected = {"hybrid": generate(hybrid, [5, 6, 7], 5), "plain": generate(plain, [5, 6, 7], 5)}
+    async with TorchEngine(
+        "e0", kv_tokens=512, max_requests=4, memory_bytes="64 MiB", threads=1, skeletons=SKELETONS
+    ) as engine:
+        sizes: set[tuple[str, int]] = set()
+        for name in ["hybrid", "plain"] * 50:
+            await engine.load(cards[name], store)
+            assert await tokens_of(engine, ask([5, 6, 7], model=name, max_tokens=5)) == expected[name]
+            sizes.add((name, engine._models.cache_bytes))
+            await engine.unload()
+            assert engine._models.cache_bytes == 0
+            assert engine.status().weight_bytes == 0
+        assert len(sizes) == 2
+        # Two linear layers: 4 heads of 16 by 16, and 3 rows of 128 channels; one block of keys and values is
+        # spare. states = 4 * 2 * 4 * (4 * 16 * 16 + 3 * 128) kv = 4 * (512 + 32) * 2 * 2 * 32 assert
+        # ("hybrid", states + kv) in sizes
+
+
+async def test_too_many_states_are_refused_with_their_size() -> None:
+    store = DictStore()
+    card = store.add("m", make_hybrid("qwen3_5"))
+    async with TorchEngine(
+        "e0", kv_tokens=512, max_requests=256, memory_bytes="3 MiB", threads=1, skeletons=SKELETONS
+    ) as engine:
+        with pytest.raises(OutOfMemory, match="recurrent states of 256 requests"):
+            await engine.load(card, store)
+        assert engine.status().state is InstanceState.EMPTY
+
+
+# ----------------------------------------------------------------------------------------------- mixers
+
+
+def test_no_mixer_is_replaced_if_one_keeps_states_in_another_way() -> None:
+    class Other(nn.Module):
+        layer_idx = 1
+
+        def forward(self, hidden_states: Any, cache_params: Any = None) -> Any:
+            return cache_params.update_conv_state(hidden_states, self.layer_idx)
+
+    model = make_hybrid("lfm2")
+    assert len(attach(model)) == 2
+    model.other = Other()
+    for module in model.modules():
+        vars(module).pop("forward", None)
+    assert attach(model) == ()
+    assert not any("forward" in vars(module) for module in model.modules())
