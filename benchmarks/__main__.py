@@ -14,6 +14,7 @@ from importlib import import_module
 BENCHMARKS = {
     "aegaeon": "token-level turns beside request-level swaps in simulation: how many models an engine holds",
     "aegaeon_kv": "turns with KV blocks kept in host memory beside computing them again, in simulation",
+    "aegaeon_engine": "seven small models by turns on one real engine, with KV blocks kept or computed again",
     "adapters": "low-rank adapters: steps with up to 20 in a batch, loading, dropping, memory",
     "beside": "swaps on one engine beside 16 streams on another: their inter-token latency",
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
