@@ -211,6 +211,7 @@ def _make_setup(
         max_load_attempts=1_000_000,  # no client shall receive an error because of the store's faults
         migration_limits=MigrationLimits(per_instance=2),
         kv_store=kv_store,
+        kv_write_through_s=None if kv_store is None else 0.5,
     )
     return Setup(
         fleet=fleet, engines=engines, store=store, requests=requests, num_lent=lambda: tiers.num_lent
