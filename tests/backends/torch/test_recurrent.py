@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from hotswap import Adapter, AdapterId, Fleet, InstanceState, Model, ModelId, Request, RequestId, Sampling
 from hotswap.action import MigrationRecord
 from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine, attention
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache
@@ -28,6 +30,8 @@ from tests.backends.torch.adapters.files import merged, write
 from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.hybrids import HYBRIDS, make_hybrid
+from tests.backends.torch.logprobs import LOGPROBS, check_engine
+from tests.backends.torch.parallel.support import add, card_of
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
 NUM_REQUESTS = 8
@@ -167,6 +171,30 @@ async def test_adapters_of_recurrent_layers_give_the_tokens_of_the_merged_model(
             for name, at in expected:
                 tasks.start_soon(run, name, at)
     assert got == expected
+
+
+async def test_log_probabilities_are_those_of_transformers() -> None:
+    """Also of prompts, of which every row is computed."""
+    model = make_hybrid("qwen3_5")
+    async with serving(model, token_budget=48, max_requests=4) as engine, anyio.create_task_group() as tasks:
+        for prompt in prompts_of(Random(3), 5, 40, 90):
+            tasks.start_soon(check_engine, engine, model, "m", prompt, replace(LOGPROBS, max_tokens=8))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "bamba"])
+async def test_weights_that_stay_quantized_give_the_tokens_of_dequantized_ones(
+    architecture: str, tmp_path: Path
+) -> None:
+    add(tmp_path / "store", "m", make_hybrid(architecture), quantize="fp8-e4m3")
+    prompts = prompts_of(Random(1), 3, 40)
+    got: list[list[list[int]]] = []
+    async with NvmeStore(tmp_path / "store") as store:
+        card = await card_of(store, "m")
+        for keep_fp8 in (True, False):
+            async with TorchEngine("e0", keep_fp8=keep_fp8, threads=1, kv_tokens=512) as engine:
+                await engine.load(card, store)
+                got.append([await tokens_of(engine, ask(prompt, max_tokens=10)) for prompt in prompts])
+    assert got[0] == got[1]
 
 
 # ----------------------------------------------------------------------------------------------- moves
