@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hotswap.commands.arguments import (
+    ShowVersion,
     add_config_check,
     add_fit,
     add_least,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hotswap", description="Serve many language models on few engines.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('hotswap')}")
+    parser.add_argument("--version", action=ShowVersion)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     store = commands.add_parser("store", help="manage a store").add_subparsers(
         required=True, metavar="COMMAND"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 __all__ = [
+    "ShowVersion",
     "add_config_check",
     "add_fit",
     "add_least",
@@ -15,6 +19,18 @@ __all__ = [
     "add_simulate",
     "add_top",
 ]
+
+
+class ShowVersion(argparse.Action):
+    """Prints the version, which is read from the installed files, and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print it."""
+        sys.stdout.write(f"hotswap {version('hotswap')}\n")
+        parser.exit()
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:

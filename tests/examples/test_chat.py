@@ -28,4 +28,5 @@ async def test_two_models_answer_remember_and_give_json(
         assert said.count(f"{name}: {ascii_lowercase}") == 2
     used = [line for line in said if line.startswith("    prompt")]
     assert len(used) == 6
-    assert [" 0 of them computed before" in line for line in used] == [True, False, False] * 2
+    # Both models have the same weights, and so the same KV blocks.
+    assert [" 0 of them computed before" in line for line in used] == [True] + [False] * 5

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["choose_experts"]
+__all__ = ["choose_experts", "expert_layers"]
 
 # PyTorch's grouped product refuses matrices whose rows are no multiple of this, on every device.
 _ROW_BYTES = 16
 
 
-def choose_experts(model: Any) -> None:
+def expert_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules of a model that have the weights of experts."""
+    return tuple(module for module in model.modules() if _has_experts(module))
+
+
+def choose_experts(model: Any, layers: Sequence[nn.Module]) -> None:
     """Have a bound model multiply all experts at once, or one by one if PyTorch cannot multiply them at once.
 
     Args:
         model: A model of transformers, bound to its weights.
+        layers: Its `expert_layers`.
     """
-    stacks = [stack for holder in model.modules() if _has_experts(holder) for stack in _stacks(holder)]
+    stacks = [stack for layer in layers for stack in _stacks(layer)]
     if not stacks:
         return
     is_aligned = all(_is_aligned(stack) for stack in stacks)

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.targets import Target
-from hotswap.backends.torch.experts import choose_experts
+from hotswap.backends.torch.experts import choose_experts, expert_layers
 from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attach, detach
 from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
@@ -88,6 +88,7 @@ class Skeleton:
         self.module = _build(self.config, device)
         self.dtype = torch.float32
         self._slots = tuple(_slots(self.module))
+        self._experts = expert_layers(self.module)
         self.mixers: tuple[Mixer, ...] = attach_mixers(self.module)
         self._multiplying = tuple(_multiplying(self.module, self.mixers))
         self.targets: dict[str, Mapping[str, Target]] = {}
@@ -157,7 +158,7 @@ class Skeleton:
             slot.holder[slot.key] = made[spec.offset_bytes]
         if quantized is not None:
             self._fp8_linears = attach(self.module, quantized, known, views)
-        choose_experts(self.module)
+        choose_experts(self.module, self._experts)
 
     @property
     def fp8_linears(self) -> tuple[Fp8Linear, ...]:
