@@ -206,7 +206,7 @@ def test_add_quantises_in_a_scheme_there_is(
 
 
 def test_check_says_what_a_torch_engine_serves(tmp_path: Path, checkpoint_directory: Path) -> None:
-    from transformers import MambaConfig
+    from transformers import RwkvConfig
 
     assert answer("models", "check", checkpoint_directory) == {
         "source": str(checkpoint_directory),
@@ -215,10 +215,10 @@ def test_check_says_what_a_torch_engine_serves(tmp_path: Path, checkpoint_direct
     }
     assert main(["store", "add", str(checkpoint_directory), str(tmp_path), "--id", "tiny"]) == 0
     assert main(["models", "check", str(tmp_path / "tiny")]) == 0
-    MambaConfig().save_pretrained(tmp_path / "mamba")
-    done = run("models", "check", tmp_path / "mamba")
+    RwkvConfig().save_pretrained(tmp_path / "rwkv")
+    done = run("models", "check", tmp_path / "rwkv")
     assert done.returncode == 1
-    assert "refused. The 'mamba' model" in done.stdout
+    assert "refused. The 'rwkv' model" in done.stdout
 
 
 def test_check_takes_the_directory_it_is_called_in(
