@@ -45,8 +45,7 @@ class Spans:
 
     Attributes:
         table: `[n, 4]`, int32 on the CPU: slot, first row, end of the rows, and 1 if the state begins at
-        zero. No
-            slot is in it twice, and no row. The values are not checked.
+            zero. No slot is in it twice, and no row. The values are not checked.
         num_rows: The rows of all spans together.
     """
 
