@@ -87,7 +87,7 @@ async def test_the_service_answers_as_the_page_calls_it() -> None:
 
 
 def test_the_policy_is_compared_on_a_trace_in_azures_form(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="plots take matplotlib")
     convert, mine, compare = blocks("tutorials/policy.md", "python")
     made = io.StringIO()
     table = csv.writer(made)

@@ -167,7 +167,7 @@ class Loader(ABC):
 
     def keep(self, cache: KVCache) -> None:
         """Note that `reclaimed` is not to wait for a cache, which the next model will use."""
-        raise NotImplementedError
+        raise NotImplementedError("a loader whose models fit no cache is not asked to keep one")
 
     @abstractmethod
     def abandon(self) -> None:

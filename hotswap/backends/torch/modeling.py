@@ -366,11 +366,11 @@ def _meta_parameters() -> Generator[None]:
                 parameters, _, _ = _tables(module)
                 parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
 
-        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]  # undone below
         try:
             yield
         finally:
-            nn.Module.register_parameter = original  # type: ignore[method-assign]
+            nn.Module.register_parameter = original  # type: ignore[method-assign]  # as it was
 
 
 def _slots(module: Any) -> Iterator[_Slot]:
