@@ -122,7 +122,9 @@ class Models:
 
         Its KV blocks stay if those of the staged model, which is to be loaded next, have the same format.
         """
-        context, self.migration = self.migration, None  # from now on no copy begins
+        context, self.migration = self.migration, None
+        if context is not None:
+            context.end()  # from now on no copy begins
         await self._adapters.forget()
         if self.serving is not None:
             await self.serving.release()
@@ -262,9 +264,7 @@ class Models:
         return MigrationContext(
             life=self.life,
             worker=worker,
-            runner=runner,
             post=post,
-            cache=forward.cache,
             weights=self.weights,
-            current=lambda: self.migration,
+            serving=(runner, forward.cache),
         )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -15,10 +18,12 @@ from torch import Tensor
 
 from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.migration import context
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.runner import Report, Runner
+from hotswap.errors import MigrationAborted, RequestEvicted
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 
@@ -193,3 +198,37 @@ async def test_a_request_waits_while_a_stopped_one_holds_the_blocks(store: DictS
                 await move.aclose()
                 assert len(await tokens.collect()) == 199
                 await anext(others)
+
+
+async def test_nothing_that_was_lent_keeps_the_kv_blocks_of_an_unloaded_model(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the unload would wait for their memory, and fail, as long as a caller has a listed prefix."""
+    caches: list[weakref.ref[KVCache]] = []
+    make = Runner.__init__
+
+    def record(self: Runner, forward: LocalForward, *others: Any) -> None:
+        caches.append(weakref.ref(forward.cache))
+        make(self, forward, *others)
+
+    monkeypatch.setattr(Runner, "__init__", record)
+    async with serving(store) as engine, AsyncExitStack() as moves:
+        async with engine.stream(ask("ended", prompt_tokens=80, max_tokens=4)) as ended:
+            await ended.collect()
+        listed = await engine.cached_kv()
+        running = await moves.enter_async_context(engine.stream(ask("moves")))
+        await anext(running)
+        source = await moves.enter_async_context(engine.export_kv(RequestId("moves")))
+        await source.stop()
+        sink = await moves.enter_async_context(engine.import_kv(ask("arrives")))
+        await sink.reserve(3)
+        assert listed
+        assert caches[0]() is not None
+        await engine.unload()
+        gc.collect()
+        assert caches[0]() is None
+        for one in (listed[0].read(0, 32), source.read(0, 3), sink.reserve(3)):
+            with pytest.raises(MigrationAborted, match=r"unloaded|evicted"):
+                await one
+        with pytest.raises(RequestEvicted):
+            await running.collect()

@@ -35,31 +35,49 @@ class Announced:
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class MigrationContext:
-    """The parts of an engine that a KV source and a KV sink use, valid while one model serves.
+    """The parts of an engine that a KV source and a KV sink use, while one model serves.
+
+    After `end` it refers to nothing of the model: whoever still has a source, a sink or a listed prefix then
+    keeps no memory of the device.
 
     Attributes:
         life: Ends every wait when the engine is lost.
         worker: The engine's thread, which runs the jobs.
-        runner: The runner that owns the blocks; a job fails if the thread has another one by then.
         post: Calls a function on the event loop, from any thread.
-        cache: The KV cache.
         weights: A fingerprint of the weights that compute, for layouts and `root_key`.
-        current: Returns the engine's context now; the model was unloaded if it is not this one.
+        serving: The runner that owns the blocks, and the KV cache; `None` once the model is unloaded.
         arriving: The announced tokens and keys of requests that arrive.
         writing: The sinks that write to blocks now, maybe in other threads.
     """
 
     life: Life
     worker: Worker
-    runner: Runner
     post: Callable[..., None]
-    cache: KVCache
     weights: str
-    current: Callable[[], MigrationContext | None]
+    serving: tuple[Runner, KVCache] | None
     arriving: dict[RequestId, Announced] = field(default_factory=dict[RequestId, Announced])
     writing: set[object] = field(default_factory=set[object])
+
+    @property
+    def runner(self) -> Runner:
+        """The runner that owns the blocks; `MigrationAborted` if the model was unloaded."""
+        return self._parts()[0]
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV cache; `MigrationAborted` if the model was unloaded."""
+        return self._parts()[1]
+
+    def end(self) -> None:
+        """Let go of the model, which is unloaded; no copy may be under way."""
+        self.serving = None
+
+    def _parts(self) -> tuple[Runner, KVCache]:
+        if self.serving is None:
+            raise _gone()
+        return self.serving
 
     def keys_of(self, request: Request, root: bytes) -> tuple[bytes, ...]:
         """Return the keys of a request's first blocks if it was announced with this root, else none."""
@@ -94,8 +112,7 @@ class MigrationContext:
     def refuse_if_gone(self) -> None:
         """Raise `InstanceLost` if the engine is lost, `MigrationAborted` if the model was unloaded."""
         self.life.refuse_if_lost()
-        if self.current() is not self:
-            raise _gone()
+        self._parts()
 
     async def between_steps(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
         """Run a job on the engine's thread between two steps, and wait for it.
@@ -116,8 +133,12 @@ class MigrationContext:
             job.error = None  # an error and its job refer to each other, and would keep the blocks alive
 
     def queue_job(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
-        """Queue a job on the engine's thread before everything that is queued later, without waiting."""
-        self.worker.submit(_Job(begin, self.runner, self.post))
+        """Queue a job on the engine's thread before everything that is queued later, without waiting.
+
+        Nothing is queued if the engine is lost or the model was unloaded.
+        """
+        if self.serving is not None and not self.life.is_lost:
+            self.worker.submit(_Job(begin, self.serving[0], self.post))
 
 
 @dataclass(slots=True, eq=False)

@@ -109,7 +109,7 @@ class TorchKVSink(KVSink):
         """Release all blocks; published ones stay in the prefix cache until their memory is needed."""
         self._timer.cancel()
         self._context.arriving.pop(self._request.id, None)
-        if not self._closed and not self._context.life.is_lost:
+        if not self._closed:
             self._context.queue_job(self._release_blocks)
         self._closed = True
 

@@ -41,7 +41,7 @@ class TorchKVSource(KVSource):
         self._num_read = 0  # of the request's blocks, so far
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._rest: KVPages | None = None  # what was left when it stopped
-        self._parked: tuple[Runner, Sequence] | None = None
+        self._parked: Sequence | None = None
         self._was_asked_to_stop = False
 
     async def num_tokens(self) -> int:
@@ -58,7 +58,7 @@ class TorchKVSource(KVSource):
         if self._parked is None:
             await self._context.between_steps(partial(self._copy, first_block, num_tokens, out))
         else:
-            await self._copy_parked(self._parked[1], first_block, num_tokens, out)
+            await self._copy_parked(self._parked, first_block, num_tokens, out)
         self._num_read = first_block + num_tokens // self.layout.block_tokens
         return KVPages(first_block, num_tokens, out.numpy().data)
 
@@ -76,7 +76,7 @@ class TorchKVSource(KVSource):
     def resume(self) -> None:
         """Unpark the request if it was parked and not released; nothing can be read afterwards."""
         self._parked = None
-        if self._was_asked_to_stop and not self._context.life.is_lost:
+        if self._was_asked_to_stop:
             self._context.queue_job(self._unpark)
 
     def _room_for(self, num_tokens: int) -> Tensor:
@@ -98,7 +98,7 @@ class TorchKVSource(KVSource):
 
     def _require_parked(self) -> None:
         self._context.refuse_if_gone()
-        if self._parked is not None and self._parked[1] not in self._parked[0].batcher.parked:
+        if self._parked is not None and self._parked not in self._context.runner.batcher.parked:
             raise aborted("copy", "the request has ended or was evicted")
 
     def _save(self, blocks: Items[int], out: Tensor) -> None:
@@ -134,7 +134,7 @@ class TorchKVSource(KVSource):
         sequence = self._sequence(runner, sequences)
         runner.batcher.park(sequence)
         self._tokens, self._num_tokens = tuple(sequence.tokens), sequence.num_computed
-        self._parked = runner, sequence
+        self._parked = sequence
         self._read_rest(sequence)
         yield from ()
 
