@@ -25,7 +25,7 @@ _LIMIT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mps:
-    """A share of a GPU for a `ProcessEngine`. It was not run on a GPU yet; see `docs/remote.md`.
+    """A share of a GPU for a `ProcessEngine`; what was run of it on a GPU says `docs/remote.md`.
 
     Source: NVIDIA, "Multi-Process Service", sections on environment variables and provisioning. The limit of
     threads is one of the GPU's multiprocessors; the sum over processes may exceed 100. Memory is divided by

@@ -20,7 +20,6 @@ from hotswap.backends.process import Mps, ProcessEngine, Share, partition
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
-from hotswap.errors import OutOfMemory
 from tests.backends.torch.zoo import generate, make_model
 
 _CONTROL = "nvidia-cuda-mps-control"
@@ -87,22 +86,6 @@ async def test_shares_of_one_gpu_serve_side_by_side_through_one_server(tmp_path:
         for engine in engines:
             tasks.start_soon(serve, engine, store)
     assert found == expected
-
-
-async def test_a_share_takes_no_more_memory_than_the_driver_lets_it(tmp_path: Path, mps: Mps) -> None:
-    """Also if the engine itself was told of more: the load is refused, and the engine serves less."""
-    model = make_model("llama")
-    model.save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "store", model_id="m")
-    limited = Mps(memory_bytes="2 GiB", pipe_directory=mps.pipe_directory, log_directory=mps.log_directory)
-    make = partial(TorchEngine, "e0", device="cuda:0", kv_tokens=1 << 25, memory_bytes="64 GiB")
-    async with (
-        NvmeStore(tmp_path / "store") as store,
-        ProcessEngine("e0", make, partial(NvmeStore, tmp_path / "store"), mps=limited) as engine,
-    ):
-        card = ModelCard.of(Model("m"), await store.manifest(ModelId("m")))
-        with pytest.raises(OutOfMemory):
-            await engine.load(card, store)
 
 
 def ask(model: str) -> Request:

@@ -19,10 +19,11 @@ from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.adapters.manager import pool_kind
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.buffers import in_place
-from tests.backends.torch import test_conformance
+from tests.backends.torch import test_conformance, test_recurrent
 from tests.backends.torch.adapters.test_exact import MIXES, serve_mixed
 from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.hybrids import HYBRIDS
 from tests.backends.torch.zoo import CONFIGS, VOCABULARY, generate, make_model
 from tests.kernels.interpreted.check_fp8_engine import kept_and_dequantized
 
@@ -83,6 +84,11 @@ async def test_tokens_equal_generate_and_memory_is_freed(architecture: str) -> N
             assert await run_clients(engine, plans) == expected
             await engine.unload()  # raises if the memory is not freed
             assert engine.status().state is InstanceState.EMPTY
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_tokens_of_models_with_recurrent_states_equal_generate(architecture: str) -> None:
+    await test_recurrent.compare(architecture, device="cuda")
 
 
 @pytest.mark.parametrize("architecture", MIXES)

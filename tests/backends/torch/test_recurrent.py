@@ -66,7 +66,7 @@ async def serving(model: Any, **options: Any) -> AsyncGenerator[TorchEngine]:
 # ----------------------------------------------------------------------------------------------- tokens
 
 
-async def compare(architecture: str, *, skeletons: SkeletonCache = SKELETONS) -> None:
+async def compare(architecture: str, *, skeletons: SkeletonCache = SKELETONS, device: str = "cpu") -> None:
     """Compare random clients, which abort and continue, with `generate`; requests are preempted meanwhile."""
     random, model = Random(1), make_hybrid(architecture)
     prompts = prompts_of(random, *(random.choice([1, 2, 5, 17, 30, 60]) for _ in range(NUM_REQUESTS)))
@@ -74,7 +74,13 @@ async def compare(architecture: str, *, skeletons: SkeletonCache = SKELETONS) ->
     expected = [generate(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     assert len(set(itertools.chain(*expected))) > sum(counts) / 8, "repetitive text could hide a mistake"
     samplings = [Sampling(max_tokens=count) for count in counts]
-    async with serving(model, kv_tokens=144, token_budget=48, max_requests=6, skeletons=skeletons) as engine:
+    options: dict[str, Any] = {
+        "kv_tokens": 144,
+        "token_budget": 48,
+        "max_requests": 6,
+        "skeletons": skeletons,
+    }
+    async with serving(model, device=device, **options) as engine:
         assert await run_clients(engine, make_client_plans(random, "m", prompts, samplings)) == expected
         assert engine.num_preempted > 0, "too many blocks: the test must preempt"
         # Keys and values of a prefix are of no use without the states after it.
