@@ -1,8 +1,9 @@
-"""LoRA and KV block kernels on a CUDA device, against float64 and against plain copies."""
+"""LoRA, KV block and attention kernels on a CUDA device, against float64 and against plain copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 from hotswap.kernels.kv_blocks.reference import gather_reference, scatter_reference
+from hotswap.kernels.paged_attention_gpu import Rows, Visible, append, attend, has_kernels
+from hotswap.kernels.paged_attention_gpu.reference import attend_reference
 from hotswap.kernels.segmented_lora import (
     Capacity,
     RankPlace,
@@ -23,7 +26,9 @@ from hotswap.kernels.segmented_lora import (
     tiles_of,
 )
 from hotswap.kernels.segmented_lora.reference import Adapter, segmented_lora_reference
+from tests.kernels import paged_rows
 from tests.kernels.kv_pools import CACHES, make_pools, same
+from tests.kernels.paged_rows import Layer, Step, make_step, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,3 +126,128 @@ def test_blocks_go_to_the_buffer_and_back(cache: str, where: str) -> None:
 def _poisoned(pools: Sequence[Tensor], count: int) -> Tensor:
     size = sum(pool[0].numel() * pool.itemsize for pool in pools)
     return torch.full((count, size), 0xA5, dtype=torch.uint8)
+
+
+ATTENTION = {
+    "Llama 8B": Layer(32, 8, 128, 128, 32),
+    "Qwen2 0.5B": Layer(14, 2, 64, 64, 16),
+    "Gemma 2B": Layer(8, 1, 256, 256, 16, softcap=20.0),
+    "gpt-oss": Layer(16, 2, 64, 64, 16, has_sinks=True),
+    "DeepSeek": Layer(8, 8, 192, 128, 32),
+    "Falcon": Layer(71, 1, 64, 64, 16),
+    "Phi 3": Layer(8, 8, 96, 96, 48),
+}
+# Decodes at four lengths, a prompt, and a continuation.
+CONTEXTS = ((0, 1), (16, 1), (999, 1), (8999, 1), (0, 70), (900, 100))
+
+
+def attended(step: Step, rows: Rows | None = None, visible: Visible | None = None) -> Tensor:
+    return attend(
+        step.queries,
+        step.keys,
+        step.values,
+        rows or step.rows,
+        visible or step.form,
+        scale=step.layer.key_dim**-0.5,
+        softcap=step.layer.softcap,
+        sinks=step.sinks,
+    )
+
+
+def attention_reference(step: Step) -> Tensor:
+    return attend_reference(
+        step.queries,
+        step.keys,
+        step.values,
+        step.rows,
+        step.visible,
+        scale=step.layer.key_dim**-0.5,
+        softcap=step.layer.softcap,
+        sinks=step.sinks,
+    )
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "first and last"])
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("dtype", paged_rows.TOLERANCE, ids=str)
+def test_attention_matches_float64_and_repeats_bit_for_bit(dtype: torch.dtype, name: str, mask: str) -> None:
+    assert has_kernels(CUDA)
+    if mask != "causal" and name not in ("Llama 8B", "Qwen2 0.5B"):
+        pytest.skip("masks are read in the same way for all shapes")
+    host = make_step(replace(ATTENTION[name], dtype=dtype), CONTEXTS, mask=mask, padding=(2, 1, 1))
+    step = host.to(CUDA)
+    found = attended(step)
+    error = relative_error(found, attention_reference(host))
+    assert error <= paged_rows.TOLERANCE[dtype], f"relative error {error:.2e}"
+    assert torch.equal(attended(step), found), "the same call gave other bits"
+    assert not found[-2:].any(), "padding rows are zero"
+
+
+@pytest.mark.parametrize("dtype", paged_rows.TOLERANCE, ids=str)
+def test_the_bits_of_a_row_depend_on_no_other(dtype: torch.dtype) -> None:
+    """Alone, a short row is computed by one launch, and beside a long one in splits."""
+    step, row = make_step(replace(ATTENTION["Llama 8B"], dtype=dtype), CONTEXTS).to(CUDA), 0
+    together = attended(step)
+    for number, (before, count) in enumerate(CONTEXTS):
+        own = slice(row, row + count)
+        singles, tiles = (kept[kept[:, 0] == number] for kept in (step.rows.singles, step.rows.tiles))
+        shift = torch.tensor([number, row, 0], dtype=torch.int32, device=CUDA)
+        rows = Rows(step.rows.tables[number : number + 1], singles - shift, tiles - shift, False)
+        visible = step.visible[own, : before + count].contiguous()
+        alone = replace(step, queries=step.queries[own], visible=visible)
+        assert torch.equal(attended(alone, rows), together[own])
+        row += count
+
+
+def test_one_captured_graph_serves_other_tables_and_positions() -> None:
+    layer, num_keys = replace(ATTENTION["Llama 8B"], dtype=torch.bfloat16), 4096
+    mixes = [((4000, 1), (17, 1), (300, 1)), ((1, 1),), ((90, 1), (2500, 1))]
+    steps = [
+        make_step(layer, mix, seed=seed, padding=(4 - len(mix), 4 - len(mix), 1), spare=200)
+        for seed, mix in enumerate(mixes)
+    ]
+    blocks = 300
+    keys, values = (torch.zeros(blocks, 8, 32, 128, dtype=layer.dtype, device=CUDA) for _ in range(2))
+    queries = torch.zeros(4, 32, 128, dtype=layer.dtype, device=CUDA)
+    mask = torch.zeros(4, num_keys, dtype=torch.bool, device=CUDA)
+    rows = Rows(
+        torch.zeros(4, num_keys // 32, dtype=torch.int32, device=CUDA),
+        torch.zeros(4, 3, dtype=torch.int32, device=CUDA),
+        torch.zeros(1, 3, dtype=torch.int32, device=CUDA),
+    )
+
+    def compute() -> Tensor:
+        return attend(queries, keys, values, rows, Visible.of(mask), scale=128**-0.5)
+
+    compute()  # builds the kernels
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = compute()
+    for step in steps:
+        given = step.to(CUDA)
+        for pool, content in ((keys, given.keys), (values, given.values)):
+            pool[: len(content)] = content[:blocks]
+        queries.copy_(given.queries)
+        mask.zero_()[:, : given.visible.shape[1]] = given.visible
+        rows.tables[: len(given.rows.tables), : given.rows.tables.shape[1]] = given.rows.tables
+        rows.singles.copy_(given.rows.singles)
+        graph.replay()
+        assert relative_error(out, attention_reference(step)) <= paged_rows.TOLERANCE[layer.dtype]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_keys_and_values_are_written_to_their_slots_alone(name: str) -> None:
+    layer, count = ATTENTION[name], 70
+    shape = (9, layer.kv_heads, layer.block_tokens)
+    dims = (layer.key_dim, layer.value_dim)
+    keys, values = (torch.randn(*shape, dim, dtype=torch.bfloat16, device=CUDA) for dim in dims)
+    rows = [torch.randn(count, layer.kv_heads, dim, dtype=torch.bfloat16, device=CUDA) for dim in dims]
+    slots = torch.randperm(9 * layer.block_tokens, device=CUDA)[:count]
+    blocks, offsets = slots // layer.block_tokens, slots % layer.block_tokens
+    expected = keys.clone(), values.clone()
+    for pool, part in zip(expected, rows, strict=True):
+        pool[blocks, :, offsets] = part
+    append(rows[0].transpose(0, 1), rows[1].transpose(0, 1), keys, values, blocks, offsets)
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])
