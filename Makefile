@@ -124,7 +124,7 @@ check-pyright: $(READY)
 
 # With what the working tree has, whichever tree the environment was made in.
 check-docs: $(DOCS)/.ready  ## build the site of docs/ strictly: every page, link, anchor and public name
-	@PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict --clean
+	@PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --clean
 
 check-words: $(DOCS)/.ready  ## look for misspelled words, and for those of docs/hooks/words.txt
 	@$(DOCS)/bin/codespell --dictionary=- --dictionary=docs/hooks/words.txt README.md CONTRIBUTING.md CHANGELOG.md Makefile mkdocs.yml benchmarks deploy docs examples hotswap tests

@@ -30,7 +30,7 @@ def test_every_error_has_a_row_below_the_class_that_says_what_to_do() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("page", ["migrate.md", "production.md"])
+@pytest.mark.parametrize("page", ["migrate.md", "production.md", "serve.md", "watch.md"])
 def test_every_file_of_a_fleet_can_be_read(page: str, tmp_path: Path) -> None:
     found = blocks(page, "toml")
     assert found
