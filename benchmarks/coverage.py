@@ -110,13 +110,18 @@ class Row:
 
 
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-_LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 48,
-    "long_factor": [2.0] * 48,
-    "original_max_position_embeddings": 64,
-}
+
+
+def _long(width: int) -> dict[str, Any]:
+    """RoPE with factors for texts of more than 64 tokens, one for two of the `width` entries of a head."""
+    factors = {"short_factor": [1.0] * (width // 2), "long_factor": [2.0] * (width // 2)}
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        **factors,
+        "original_max_position_embeddings": 64,
+    }
+
 
 # What defaults leave out or switch off, and what they switch on that need not be.
 _SPECIAL = (
@@ -126,9 +131,10 @@ _SPECIAL = (
     Variant("lfm2", "with convolutions", {"layer_types": ["conv", "full_attention"] * 16}),
     Variant("lfm2_moe", "", {"layer_types": ["conv", "full_attention"] * 16, "num_hidden_layers": 32}),
     Variant("llama", "dynamic RoPE", {"rope_parameters": _DYNAMIC}),
+    Variant("llama", "longrope", {"rope_parameters": _long(128)}),
     Variant("llama4_text", "no temperature tuning", {"attn_temperature_tuning": False}),
     Variant("minimax_m3_vl_text", "sparse", {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30}),
-    Variant("phi3", "longrope", {"rope_parameters": _LONG}),
+    Variant("phi3", "longrope", {"rope_parameters": _long(96)}),
     Variant("reformer", "", {"is_decoder": True}),
 )
 # Switched on wherever a config has them.
@@ -161,7 +167,14 @@ SLICE = (
         "gpt_neox",
         "gpt_oss",
     ),
-    *("granite", "lfm2 (with convolutions)", "llama", "llama (dynamic RoPE)", "llama4_text"),
+    *(
+        "granite",
+        "lfm2 (with convolutions)",
+        "llama",
+        "llama (dynamic RoPE)",
+        "llama (longrope)",
+        "llama4_text",
+    ),
     *(
         "llama4_text (no temperature tuning)",
         "mamba",
@@ -363,6 +376,9 @@ multiple of 16 bytes; experts with other rows are multiplied one by one.
 
 `VllmEngine` serves what [vLLM](vllm.md) does, and `LlamaCppEngine` GGUF files of [llama.cpp](llamacpp.md)'s
 architectures. Which kinds of quantised checkpoints each reads is [another table](#kinds-of-checkpoints).
+
+Where RoPE factors depend on the length of a text (`longrope`), each request gets those that `generate` gives
+it alone. Those of `dynamic` change beyond `max_position_embeddings` only, the longest text that is served.
 
 Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tested,
 with biases, windows and grouped queries where they can be switched on. The config of a checkpoint may lead

@@ -46,6 +46,10 @@ def to_sequence(
     stop_ids = eos | frozenset(request.sampling.stop_token_ids)
     tokens = list(request.tokens)
     root = root_key(weights, b"" if adapter is None else adapter.key)
+    rope, long_root = model.long_rope, b""
+    if rope is not None:  # keys of equal tokens differ with the factors that their first tokens have
+        long_root = root_key(f"{weights} long", b"" if adapter is None else adapter.key)
+        root = long_root if rope.is_long(len(request.prompt), len(tokens)) else root
     keys = [] if keys_of is None else list(keys_of(request, root))
     return Sequence(
         ticket=ticket,
@@ -61,6 +65,8 @@ def to_sequence(
         keys=keys,
         scores=_scores(request),
         has_arrived=bool(keys),
+        long_rope=rope,
+        long_root=long_root,
     )
 
 

@@ -194,6 +194,7 @@ class Step:
         adapters: The plan of the rows that have adapters; `None` if there are none.
         positions: `[T]`, the position of each row in its request.
         states: The recurrent states of the requests; `None` for models without any.
+        lengths: `[T]`, by which RoPE factors are chosen; `None` where these depend on no length.
         layers: The layers that have called attention, in order.
     """
 
@@ -206,6 +207,7 @@ class Step:
     adapters: Adaptation | None = None
     positions: Tensor | None = None
     states: StepStates | None = None
+    lengths: Tensor | None = None
     layers: list[int] = field(default_factory=list[int])
 
 

@@ -21,6 +21,7 @@ from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.blocks import BlockPool, Copy
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS, Piece
 from hotswap.backends.torch.kv import blocks_for
+from hotswap.backends.torch.long_rope import LongRope
 from hotswap.backends.torch.prefix import Prefix, block_content, extend_keys, find_prefix
 from hotswap.backends.torch.prompt_logprobs import PromptScores
 from hotswap.backends.torch.sampling import Sampler
@@ -51,6 +52,8 @@ class Sequence:
         scores: The log-probabilities of its prompt; `None` if they are not asked for, or told already.
         has_arrived: Whether a move or a restore holds blocks for it until it runs.
         slot: The slot of its recurrent states while it has blocks; requests that run have different ones.
+        long_rope: When its RoPE factors for long texts are taken; `None` if factors depend on no length.
+        long_root: Its prefix key from then on.
     """
 
     ticket: int
@@ -70,6 +73,8 @@ class Sequence:
     scores: PromptScores | None = None
     has_arrived: bool = False
     slot: int = 0
+    long_rope: LongRope | None = None
+    long_root: bytes = b""
 
     @property
     def num_unscored(self) -> int:
@@ -88,6 +93,17 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that are not computed yet; 1 while the request decodes."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def rope_length(self) -> int:
+        """The length by which its RoPE factors are chosen; 0 where these depend on no length."""
+        return 0 if self.long_rope is None else self.long_rope.length(self.num_prompt, len(self.tokens))
+
+    @property
+    def outgrows_keys(self) -> bool:
+        """Whether its keys are to be computed anew, because it has grown too long for their RoPE factors."""
+        is_long = self.long_rope is not None and self.rope_length > self.long_rope.limit
+        return is_long and self.root != self.long_root
 
     @property
     def index(self) -> int:
@@ -123,8 +139,7 @@ class Chunk:
 
     def piece(self) -> Piece:
         """Return the model input of the chunk; later changes of the sequence do not affect it."""
-        start, end = self.sequence.num_computed, self.end
-        sequence = self.sequence
+        sequence, start, end = self.sequence, self.sequence.num_computed, self.end
         scored = min(self.num_tokens, sequence.num_unscored)
         return Piece(
             sequence.tokens[start:end],
@@ -134,6 +149,7 @@ class Chunk:
             sequence.adapter,
             scored,
             sequence.slot,
+            sequence.rope_length,
         )
 
 
@@ -229,14 +245,11 @@ class Batcher:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request in any state and release its blocks; unknown ones are ignored."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._release(sequence)
-        elif sequence in self.parked:
-            self.parked.remove(sequence)
-            self._release(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        for queue in (self.running, self.parked, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+                if queue is not self.waiting:
+                    self._release(sequence)
 
     def discard(self, sequence: Sequence, num_computed: int) -> None:
         """Remove a request of which a step failed; of its tokens `num_computed` had been computed before."""
@@ -260,6 +273,9 @@ class Batcher:
         """Return the plan of the next step. Call `advance` with its chunks before the next `schedule`."""
         self._fresh.clear()
         self._copies.clear()
+        for sequence in [one for one in self.running if one.outgrows_keys]:
+            self.preempt(sequence)
+            sequence.root, sequence.keys = sequence.long_root, []
         self._admit_urgent()
         chunks = self._decodes()
         chunks += self._prefills(-(-self.token_budget // self.num_batches) - len(chunks))

@@ -48,6 +48,7 @@ class Piece:
         num_scored: Of how many tokens, from the first on, the logits are needed too, the last one excluded if
             it samples.
         slot: The slot of the request's recurrent states, which begin at zero if `start` is 0.
+        length: The length by which RoPE factors are chosen (`long_rope`); 0 where these depend on no length.
     """
 
     tokens: Sequence[int]
@@ -57,6 +58,7 @@ class Piece:
     adapter: AdapterSlot | None = None
     num_scored: int = 0
     slot: int = 0
+    length: int = 0
 
     @property
     def num_kept(self) -> int:
@@ -262,6 +264,7 @@ def assemble(
             offsets=at % cache.block_tokens,
             adapters=adaptation(adapted, on),
             positions=at,
+            lengths=_lengths(pieces, at),
             states=None
             if states is None
             else StepStates(states, _spans(pieces, starts), watches=invariant and linear_only),
@@ -269,6 +272,15 @@ def assemble(
         ),
         watched=invariant and not linear_only,
     )
+
+
+def _lengths(pieces: Sequence[Piece], at: Tensor) -> Tensor | None:
+    """Return the length by which each row's RoPE factors are chosen, `[T]`; `None` without any."""
+    if not any(piece.length for piece in pieces):
+        return None
+    each = [piece.length for piece in pieces for _ in piece.tokens]
+    each += [0] * (len(at) - len(each))
+    return torch.maximum(torch.tensor(each, device=at.device), at + 1)
 
 
 def _spans(pieces: Sequence[Piece], starts: Sequence[int]) -> list[Span]:

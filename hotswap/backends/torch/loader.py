@@ -23,6 +23,7 @@ from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.fp8_linear import QuantizedWeights, keeps_fp8_by_default, linear_weights, prepare
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
+from hotswap.backends.torch.long_rope import LongRope
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.packed_cache import PackedCache, PackedWeights
 from hotswap.backends.torch.preflight import preflight
@@ -75,6 +76,7 @@ class LocalModel(LoadedModel):
         eos_token_ids: The token ids that end a generation.
         vocabulary: The number of token ids.
         fingerprint: See `LoadedModel`.
+        long_rope: See `LoadedModel`.
     """
 
     loader: LocalLoader
@@ -87,6 +89,7 @@ class LocalModel(LoadedModel):
     eos_token_ids: frozenset[int]
     vocabulary: int
     fingerprint: str
+    long_rope: LongRope | None
 
     @property
     def own_bytes(self) -> int:
@@ -434,6 +437,7 @@ class LocalLoader(Loader):
             eos_token_ids=frozenset(card.eos_token_ids or manifest.eos_token_ids),
             vocabulary=skeleton.vocabulary,
             fingerprint=fingerprint_of(manifest, f"{self._device.type} {compute_format(skeleton)}"),
+            long_rope=skeleton.long_rope,
         )
 
     def _check_room(self, model: ModelId, size_bytes: int, others_bytes: int) -> None:

@@ -10,6 +10,7 @@ from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token, state_bytes
+from hotswap.backends.torch.long_rope import LongRope
 from hotswap.model import ModelCard
 from hotswap.store import WeightStore
 
@@ -70,6 +71,7 @@ class LoadedModel(ABC):
         vocabulary: The number of token ids.
         fingerprint: A hash of the weights and the format they are computed in, equal in all processes; empty
             if the store takes no checksums.
+        long_rope: When RoPE factors for long texts are taken; `None` if factors depend on no length.
     """
 
     card: ModelCard
@@ -77,6 +79,7 @@ class LoadedModel(ABC):
     eos_token_ids: frozenset[int]
     vocabulary: int
     fingerprint: str = ""
+    long_rope: LongRope | None = None
 
     @property
     @abstractmethod

@@ -24,6 +24,8 @@ VOCABULARY = 256
 CONTEXT = 256
 # The size of windows, chunks and key selections, in tokens: less than the length of a check's prompts.
 WINDOW = 12
+# The length from which on long-context scaling has an effect: one of the prompts of a check is shorter.
+LONG = 18
 
 _LAYERS = 4
 _WIDTH, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 64, 96, 4, 2, 16
@@ -103,9 +105,9 @@ _NAMES: tuple[tuple[int, str], ...] = (
     (
         WINDOW,
         "sliding_window sliding_window_size attention_chunk_size attention_window attention_window_size "
-        "local_attention window_size keep_window_size index_topk rel_extent "
-        "original_max_position_embeddings",
+        "local_attention window_size keep_window_size index_topk rel_extent",
     ),
+    (LONG, "original_max_position_embeddings"),
     (
         8,
         "floor_scale log_scaling_n_floor chunk_size mamba_chunk_size "
@@ -164,6 +166,8 @@ def _small(config: Mapping[str, Any], *, layered: bool, fill: bool) -> dict[str,
             small[name] = _smaller(name, value)
     if {"factor", "original_max_position_embeddings"} <= small.keys():
         small["factor"] = CONTEXT / small["original_max_position_embeddings"]
+    if isinstance(rope := small.get("rope_parameters"), dict):
+        _fit_factors(cast("dict[str, Any]", rope), small)
     for name, other in _EQUALS:
         if config.get(name) is not None and config.get(name) == config.get(other):
             small[name] = small[other]
@@ -172,6 +176,15 @@ def _small(config: Mapping[str, Any], *, layered: bool, fill: bool) -> dict[str,
     ):  # of a state space, which fill its inner width
         small["num_heads"] = small["hidden_size"] * small["expand"] // small["head_dim"]
     return small | ({name: len(kept) for name in _COUNTS if config.get(name)} if kept else {})
+
+
+def _fit_factors(rope: dict[str, Any], small: Mapping[str, Any]) -> None:
+    """Shorten the lists of RoPE factors, which have one for two entries of a reduced head."""
+    width = small.get("head_dim") or _WIDTH // _HEADS
+    width = int(width * (rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1))
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            rope[name] = rope[name][: width // 2]
 
 
 def _inner_heads(config: Mapping[str, Any]) -> bool | None:

@@ -22,6 +22,7 @@ from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attac
 from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
+from hotswap.backends.torch.long_rope import choose_factors
 from hotswap.backends.torch.recurrent.mixers import Mixer
 from hotswap.backends.torch.recurrent.mixers import attach as attach_mixers
 from hotswap.backends.torch.row_positions import tell_positions
@@ -31,9 +32,9 @@ from hotswap.model import TensorSpec
 
 __all__ = ["Skeleton", "SkeletonCache", "canonical", "main_dtype", "parse_config"]
 
-# RoPE variants whose factors depend in transformers on the largest position of the row: one long request
-# would change the others of its batch.
-_ROW_WISE_ROPE = frozenset({"dynamic", "longrope", "su"})
+# RoPE variants whose factors depend in transformers on the greatest position of the row. Those of `dynamic`
+# do so only beyond `max_position_embeddings`, the longest text that is served.
+_ROW_WISE_ROPE = frozenset({"longrope", "su"})
 
 # Keys of a config without effect on the modules and their results.
 _IMMATERIAL = frozenset(
@@ -77,6 +78,7 @@ class Skeleton:
         targets: The layers that can have adapters, by device and compute format, as far as requested.
         linears: The replaced linear layers, on a CPU.
         mixers: The layers that keep recurrent states; none if there are some of an unknown kind.
+        long_rope: When RoPE factors for long texts are taken; `None` if factors depend on no length.
         num_layers: The number of layers.
         vocabulary: The number of token ids.
         max_positions: The maximum context in tokens; `None` if the config has none.
@@ -97,6 +99,14 @@ class Skeleton:
         self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
         self._fused: tuple[Fused, ...] = fuse(self.module) if on_cpu else ()
         self._fused += tell_positions(self.module)
+        chosen, self.long_rope = choose_factors(self.module)
+        self._fused += chosen
+        if self.long_rope is None and (ropes := _ropes(_parse(config_text)) & _ROW_WISE_ROPE):
+            raise UnsupportedModel(
+                f"The {self.config.model_type!r} model uses {sorted(ropes)[0]!r} RoPE in code of its own, "
+                "whose factors depend on the other requests of a batch; serve it with another engine, or "
+                "remove the scaling from its config."
+            )
         text_config = self.config.get_text_config()
         self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
@@ -282,8 +292,8 @@ def parse_config(config_text: str) -> Any:
     """Return transformers' config object for a `config.json`.
 
     Raises:
-        UnsupportedModel: transformers does not have the architecture or refuses the config, the weights are
-            quantized, or the RoPE variant would make requests of a batch depend on each other.
+        UnsupportedModel: transformers does not have the architecture or refuses the config, or the weights
+            are quantized.
         ShardCorrupt: the config is not a JSON object.
     """
     parsed = _parse(config_text)
@@ -303,11 +313,6 @@ def parse_config(config_text: str) -> Any:
             f"transformers refuses the config of the {kind!r} model ({exc}); fetch it again, or serve the "
             "model with another engine."
         ) from exc
-    if ropes := _ropes(parsed) & _ROW_WISE_ROPE:
-        raise UnsupportedModel(
-            f"The {kind!r} model uses {sorted(ropes)[0]!r} RoPE, whose factors depend on the other requests "
-            "of a batch; serve it with another engine, or remove the scaling from its config."
-        )
     return config
 
 

@@ -250,7 +250,8 @@ class Models:
             raise aborted(
                 "export",
                 f"the KV blocks of engine {self._engine!r} cannot move: that takes a model of one rank "
-                "without recurrent states, prefix reuse, and a store with checksums",
+                "without recurrent states and without RoPE that depends on the length of a text, prefix "
+                "reuse, and a store with checksums",
             )
         return self.migration
 
@@ -260,6 +261,8 @@ class Models:
         if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
             return None
         if forward.keeps_states:  # keys and values alone do not continue a request
+            return None
+        if model.long_rope is not None:  # keys of equal tokens differ with the length of their request
             return None
         return MigrationContext(
             life=self.life,

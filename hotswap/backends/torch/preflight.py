@@ -183,7 +183,8 @@ def _in_chunks(
         for request, count in step:
             start, ends[request] = ends[request], ends[request] + count
             tokens = prompts[request][start : start + count]
-            pieces.append(Piece(tokens, start, blocks[request], True, slot=request))
+            length = len(prompts[request]) if skeleton.long_rope else 0  # the reference has no cache
+            pieces.append(Piece(tokens, start, blocks[request], True, slot=request, length=length))
             held.append((choices[request], range(start, start + count)))
         batch = assemble(pieces, cache, invariant=invariant, states=states)
         with HeldChoices(held, batch.ids.shape[1], comparison):

@@ -60,19 +60,29 @@ def test_queries_that_are_scaled_by_position_get_those_of_their_request(
         compatibility._cached_verdict.cache_clear()
 
 
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_row_dependent_rope_is_detected_by_its_results(rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling, "_ROW_WISE_ROPE", frozenset[str]())
+def _with_rope(rope: str) -> str:
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8} if rope == "longrope" else {}
     parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0, **factors}
     config = CONFIGS["llama"]()
     config.rope_parameters = parameters | {"original_max_position_embeddings": 64}
-    try:
-        verdict = compatibility._check_config(text(config))  # pyright: ignore[reportPrivateUsage]
-    except UnsupportedModel:
-        return
+    return text(config)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_of_a_text_is_exact(rope: str) -> None:
     # transformers scales `dynamic` beyond `max_position_embeddings` only, which is never served.
-    assert (rope, verdict) == ("dynamic", Verdict.EXACT)
+    assert compatibility.check_config(_with_rope(rope)) is Verdict.EXACT
+
+
+def test_factors_chosen_for_a_whole_row_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they would be in a model whose RoPE is not recognized."""
+    monkeypatch.setattr(modeling, "choose_factors", lambda module: ((), None))
+    check = compatibility._check_config  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(UnsupportedModel, match="code of its own"):
+        modeling.Skeleton(_with_rope("longrope"), torch.device("cpu"))
+    monkeypatch.setattr(modeling, "_ROW_WISE_ROPE", frozenset[str]())
+    with pytest.raises(UnsupportedModel, match=r"causal|differs"):
+        check(_with_rope("longrope"))
 
 
 @pytest.mark.parametrize(

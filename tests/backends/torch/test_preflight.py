@@ -40,20 +40,6 @@ REFUSED: dict[str, Any] = {
     "no causal mask": lambda: transformers.BertConfig(
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     ),
-    "RoPE by the longest": lambda: transformers.LlamaConfig(
-        **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    ),
-    "RoPE by the longest, of Phi": lambda: transformers.Phi3Config(
-        **COMMON,
-        original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-            "original_max_position_embeddings": 64,
-        },
-    ),
 }
 
 

@@ -244,6 +244,12 @@ class RankedLoader(Loader):
                 f"The {skeleton.config.model_type!r} model keeps recurrent states, which an engine of "
                 "several ranks does not have; serve it with tp=1 and pp=1."
             )
+        if skeleton.long_rope is not None:
+            self._skeletons.give_back(skeleton, _CPU)
+            raise UnsupportedModel(
+                f"The {skeleton.config.model_type!r} model chooses RoPE factors by the length of a text, "
+                "which an engine of several ranks does not; serve it with tp=1 and pp=1."
+            )
         return skeleton
 
     def _parts(self, skeleton: Skeleton) -> list[Part]:
