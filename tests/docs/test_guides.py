@@ -1,16 +1,11 @@
-"""What guides say of the code is so: errors, files of fleets, lines of the log, links to sizes."""
+"""What guides say of the code is so: errors, and lines of the log."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-
-import pytest
 
 from hotswap import errors
-from hotswap.config import read_config
-from hotswap.policies.by_name import scheduler_named
-from tests.docs.pages import DOCS, blocks
+from tests.docs.pages import DOCS
 from tests.house.tree import modules
 
 
@@ -28,17 +23,6 @@ def test_every_error_has_a_row_below_the_class_that_says_what_to_do() -> None:
     assert [
         name for name, of in rows.items() if not issubclass(getattr(errors, name), getattr(errors, of))
     ] == []
-
-
-@pytest.mark.parametrize("page", ["migrate.md", "production.md", "serve.md", "watch.md"])
-def test_every_file_of_a_fleet_can_be_read(page: str, tmp_path: Path) -> None:
-    found = blocks(page, "toml")
-    assert found
-    for number, text in enumerate(found):
-        file = tmp_path / f"{number}.toml"
-        file.write_text(text)
-        if (scheduler := read_config(file).policy.scheduler) is not None:
-            scheduler_named(scheduler)
 
 
 def test_every_line_of_the_log_is_one_that_the_code_writes() -> None:
