@@ -83,6 +83,10 @@ class ActiveRequest:
         stored_tokens: How many of its first tokens the KV store had when they were saved or restored last.
     """
 
+    __slots__ = ("adapter", "arrival", "arrived", "arrived_s", "evicted_by", "finish_reason", "history",
+        "hops", "instance", "most_stalls", "move", "moving", "next_instance", "next_model", "num_evicted",
+        "request", "samples", "span", "stored_tokens")  # fmt: skip
+
     def __init__(
         self,
         request: Request,

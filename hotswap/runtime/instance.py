@@ -70,13 +70,12 @@ class Instance:
         self.engine = engine
         self.id: InstanceId = engine.id
         self.polled = True
-        self.gone_for_good = False
         self.num_requests = self.num_high_priority = self.num_moves = self.last_assigned = 0
         self.num_evicted = 0
         self.last_used_s: float | None = None
         self.swapped_s: float | None = None
         self.serving_since_s: float | None = None
-        self.draining = self.swapping = False
+        self.draining = self.swapping = self.gone_for_good = False
         self.turn = Turn()
         self.target: ModelId | None = None
         self.phase: PhaseView | None = None
@@ -141,24 +140,22 @@ class Instance:
             draining=self.draining,
             swapped_s=self.swapped_s,
             cooling_down=self._cooling_down() if self.cooldowns or self.refused else (),
-            num_requests=self.num_requests,
-            num_high_priority=self.num_high_priority,
-            num_moves=self.num_moves,
-            last_assigned=self.last_assigned,
-            last_used_s=self.last_used_s,
-            num_opening=len(self.turn.opening),
+            **self._counts(),
         )
 
     def counted(self, view: InstanceView) -> InstanceView:
         """Return an earlier view of it with the fleet's counts as they are now."""
-        return view.updated(
-            num_requests=self.num_requests,
-            num_high_priority=self.num_high_priority,
-            num_moves=self.num_moves,
-            last_assigned=self.last_assigned,
-            last_used_s=self.last_used_s,
-            num_opening=len(self.turn.opening),
-        )
+        return view.updated(**self._counts())
+
+    def _counts(self) -> dict[str, object]:
+        return {
+            "num_requests": self.num_requests,
+            "num_high_priority": self.num_high_priority,
+            "num_moves": self.num_moves,
+            "last_assigned": self.last_assigned,
+            "last_used_s": self.last_used_s,
+            "num_opening": len(self.turn.opening),
+        }
 
     def _cooling_down(self) -> tuple[ModelId, ...]:
         later = (model for model in self.cooldowns if model is not None and not self.may_try(model))
@@ -167,8 +164,8 @@ class Instance:
     def consider(self, *models: ModelCard) -> bool:
         """Note which of these the engine says that it will never serve; return whether it says of any."""
         if (limited := cast("SupportsKVLimit | None", _beneath(self.engine, SupportsKVLimit))) is not None:
-            for model in models:
-                limited.most_kv_tokens(model)  # one elsewhere finds it out, so as to know it when it is asked
+            # One elsewhere finds it out, so as to know it when it is asked; one here knows it of all.
+            any(limited.most_kv_tokens(model) is not None for model in models)
         if _beneath(self.engine, SupportsModelCheck) is None:
             return False
         for model in models:

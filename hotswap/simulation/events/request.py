@@ -45,16 +45,18 @@ class SimulatedRequest(ActiveRequest):
         error: What ended it, `None` if it has all its tokens.
     """
 
+    __slots__ = ("__weakref__", "_core", "_ended", "_event", "_is_answered", "_left", "_listener", "_loading",
+        "_num_before", "_restored", "_sequence", "_standing", "_ticket", "error", "first_s", "number",
+    )  # fmt: skip
+
     def __init__(self, new: NewRequest, core: Core, number: int, listener: RequestListener) -> None:
         super().__init__(new.request, new.adapter, new.arrival, INVALID_SPAN)
-        self.number = number
+        self.number, self._num_before = number, 0
         self.first_s: float | None = None
         self.error: Exception | None = None
-        self._core, self._listener = core, listener
+        self._core, self._listener, self._standing = core, listener, ORDINARY
         self._ticket: Ticket | None = None
         self._ended = self._is_answered = False
-        self._standing = ORDINARY
-        self._num_before = 0
         self._sequence: Counted | None = None
         self._left: anyio.Event | None = None  # its adapter is held until then
         self._event: Event = _INTERRUPTED
