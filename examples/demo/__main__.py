@@ -14,6 +14,7 @@ from rich.console import Console
 
 from examples.demo.checkpoints import Checkpoint, make_checkpoints
 from examples.demo.fleet import fill_store, make_engines, make_fleet
+from examples.demo.picture import WIDTH, save_picture
 from examples.demo.play import Play
 from examples.demo.report import print_report
 from examples.demo.screen import Screen
@@ -56,11 +57,20 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=CACHE, help="where models are kept between runs")
     parser.add_argument("--readers", type=int, default=4, help="requests at once in each act")
     parser.add_argument("--crowd", type=int, default=24, help="requests one after another in the last act")
+    parser.add_argument("--picture", type=Path, help="write a picture of what is printed, as SVG")
     args = parser.parse_args()
     # A pipe has no width; the table of swaps needs this much.
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    drawn = sys.stdout.isatty() and args.picture is None
+    console = Console(
+        width=None if drawn else WIDTH,
+        force_terminal=None if drawn else False,
+        record=args.picture is not None,
+    )
     try:
-        return run(args.cache, console=console, readers=args.readers, crowd=args.crowd)
+        status = run(args.cache, console=console, readers=args.readers, crowd=args.crowd)
+        if args.picture is not None:
+            save_picture(console, args.picture)
+        return status
     except KeyboardInterrupt:
         return 130  # what a shell calls a command that was interrupted
 

@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from examples.demo import play as play_module
 from examples.demo.__main__ import perform
 from examples.demo.checkpoints import Checkpoint
 from examples.demo.fleet import fill_store
+from examples.demo.picture import lines_of, steady
 from examples.demo.play import Play
 from examples.demo.recital import Recital
 from examples.demo.report import print_report
@@ -209,21 +211,25 @@ def test_a_checkpoint_newer_than_the_store_is_converted_again(
     assert "converted" in _written(console)
 
 
-def test_the_command_ends_well(checkpoints: tuple[Checkpoint, ...], tmp_path: Path) -> None:
+def test_the_command_ends_well_and_prints_what_its_picture_shows(
+    checkpoints: tuple[Checkpoint, ...], tmp_path: Path
+) -> None:
     (tmp_path / "checkpoints").symlink_to(checkpoints[0].path.parent)
-    command = [
-        sys.executable,
-        "-m",
-        "examples.demo",
-        "--cache",
-        str(tmp_path),
-        "--readers",
-        "1",
-        "--crowd",
-        "0",
-    ]
+    drawn = tmp_path / "demo.svg"
+    command = [sys.executable, "-m", "examples.demo", "--cache", str(tmp_path), "--readers", "1"]
+    command += ["--crowd", "0", "--picture", str(drawn)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("Every text is exact: no character lost, doubled or foreign.")
     # The log tells of the engine that the demo takes away, and of nothing else.
     assert [line for line in done.stderr.splitlines() if "as the demo told it to" not in line] == []
+    picture = ROOT / "docs" / "demo.svg"
+    again = "make demo ARGS='--picture docs/demo.svg'"
+    assert steady(lines_of(picture)) == steady(lines_of(drawn)), f"Draw the picture again: {again}."
+    assert len(steady(lines_of(picture))) > 10
+
+
+def test_the_picture_is_small_and_loads_nothing() -> None:
+    svg = (ROOT / "docs" / "demo.svg").read_text("utf-8")
+    assert len(svg) < 100_000
+    assert re.findall(r"(?:src|href|url\()[^>]*?https?://", svg) == []
