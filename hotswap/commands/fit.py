@@ -16,7 +16,9 @@ from hotswap.profiling.fit import Fit, Measurements, fit_profile
 from hotswap.profiling.measuring import Shapes, measure_engine
 from hotswap.request import ModelId
 
-__all__ = ["fit", "fitted"]
+__all__ = ["MOST_MEAN_ERROR", "check_error", "fit", "fitted"]
+
+MOST_MEAN_ERROR = 1.0  # of what a step takes; a machine by itself has a few hundredths
 
 _QUICK = Shapes(batches=(1, 4, 8), contexts=(16, 128), steps=5, repeats=2, rounds=2, loads=1)
 
@@ -25,7 +27,8 @@ def fit(arguments: argparse.Namespace, progress: Callable[[int, int], None]) -> 
     """Measure a `TorchEngine` with a model of a store, fit a profile and write it to a file.
 
     Raises:
-        ConfigError: the file cannot be written, or the engine has no room for any step.
+        ConfigError: the file cannot be written, the engine has no room for any step, or the fit is off by
+            more than a step takes in the mean: no profile is written then.
         ShardMissing: there is no such store or model.
         HotswapError: whatever the engine raises.
     """
@@ -39,8 +42,23 @@ def fit(arguments: argparse.Namespace, progress: Callable[[int, int], None]) -> 
     fit = fit_profile(
         anyio.run(partial(_measured, arguments, progress)), name=arguments.name or arguments.device
     )
+    check_error(fit)
     out.write_text(fit.profile.as_json(), encoding="utf-8")
     return fit
+
+
+def check_error(fit: Fit) -> None:
+    """Refuse a profile that predicts nothing.
+
+    Raises:
+        ConfigError: it is off by more than a step takes in the mean, or its error is no number.
+    """
+    if not fit.mean_error <= MOST_MEAN_ERROR:
+        raise ConfigError(
+            f"The fit is off by {fit.mean_error:.0%} in the mean and {fit.max_error:.0%} at most, so no "
+            "profile is written: other programs used this machine, or --quick has measured too little. "
+            "Measure again, with nothing beside it."
+        )
 
 
 def fitted(fit: Fit) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import fields, replace
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from random import Random
 
@@ -18,6 +18,7 @@ from hotswap import InstanceState, Model
 from hotswap.abc import ModelCard
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimStore, sim_manifest
 from hotswap.cli import main
+from hotswap.commands.fit import check_error
 from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import run
 from hotswap.profiling import Measurements, Profile, Shapes, StepSample, fit_profile, measure_engine
@@ -375,3 +376,16 @@ def test_too_few_steps_and_steps_without_time_are_refused() -> None:
         Shapes(prompts=(1,))
     with pytest.raises(ConfigError, match="steps"):
         Shapes(steps=0)
+
+
+def test_a_profile_that_predicts_nothing_is_refused() -> None:
+    random = Random(1)
+    good = fit_profile(measured(timed(DeviceProfile())))
+    check_error(good)
+    steps = timed(DeviceProfile())
+    wild = [replace(step, seconds=step.seconds * 10 ** random.uniform(-3, 3)) for step in steps]
+    bad = fit_profile(measured(wild))
+    assert bad.mean_error > 1
+    for fit in (bad, replace(good, mean_error=nan)):
+        with pytest.raises(ConfigError, match="no profile is written"):
+            check_error(fit)

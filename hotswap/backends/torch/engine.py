@@ -212,7 +212,13 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        self._loop = asyncio.get_running_loop()
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"Engine {self.id!r} runs on asyncio alone, and this event loop is another; start the "
+                "program by asyncio.run, or by anyio.run with its default backend."
+            ) from exc
         await self._start()
         self._life.has_begun = True
         try:

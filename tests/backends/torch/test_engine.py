@@ -326,3 +326,9 @@ def test_more_gpus_than_there_are_are_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=what):
         TorchEngine("e0", **options)
+
+
+def test_another_event_loop_than_asyncios_is_refused_at_once() -> None:
+    """As trio's: a coroutine is run by hand here, where no loop of asyncio runs."""
+    with pytest.raises(ConfigError, match="runs on asyncio alone"):
+        TorchEngine("e0").__aenter__().send(None)
