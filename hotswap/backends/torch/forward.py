@@ -9,19 +9,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotswap.backends.torch.adapters.plan import adaptation
 from hotswap.backends.torch.adapters.slots import AdapterSlot
-from hotswap.backends.torch.attention import Paged, Segment, Step, running
+from hotswap.backends.torch.attention import Paged, Step, running
 from hotswap.backends.torch.batch_invariant import BatchInvariantMode
 from hotswap.backends.torch.blocks import Copy
-from hotswap.backends.torch.kv import KVCache, blocks_for
+from hotswap.backends.torch.device_attention import numbers_of
+from hotswap.backends.torch.gathered import Gathering
+from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import MIN_ROWS
+from hotswap.backends.torch.pieces import Piece
 from hotswap.backends.torch.recurrent.states import Span, StatePool, StepStates
+from hotswap.backends.torch.step_numbers import send
 from hotswap.kernels.paged_attention import Rows
 
 __all__ = ["MAX_SCORED_ROWS", "Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
@@ -29,46 +33,8 @@ __all__ = ["MAX_SCORED_ROWS", "Batch", "Forward", "LocalForward", "Piece", "Work
 MAX_SCORED_ROWS = 64
 """The most rows of a step whose logits are needed beside those that sample; bounds the memory of logits."""
 
-# The maximum number of keys gathered at once for a batch of decodes, in tokens; bounds the gather's memory.
-_GATHERED_TOKENS = 1 << 16
 # Rows of a prompt that a CPU computes together, so that their scores fit its cache.
 _TILE_ROWS = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Consecutive tokens of one request.
-
-    Attributes:
-        tokens: Their ids.
-        start: The position of the first.
-        blocks: The request's block table, at least up to the last of these tokens.
-        samples: Whether the logits of the last token are needed.
-        adapter: The slot of the request's adapter; `None` without one.
-        num_scored: Of how many tokens, from the first on, the logits are needed too, the last one excluded if
-            it samples.
-        slot: The slot of the request's recurrent states, which begin at zero if `start` is 0.
-        length: The length by which RoPE factors are chosen (`long_rope`); 0 where these depend on no length.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    samples: bool
-    adapter: AdapterSlot | None = None
-    num_scored: int = 0
-    slot: int = 0
-    length: int = 0
-
-    @property
-    def num_kept(self) -> int:
-        """Of how many tokens the logits are needed."""
-        return self.num_scored + self.samples
-
-    @property
-    def end(self) -> int:
-        """The position after the last token."""
-        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,8 +186,8 @@ def assemble(
 ) -> Batch:
     """Build the tensors of a step from its pieces, in one row.
 
-    On devices that gather blocks, neighbouring pieces of one token attend in one batch: pieces sorted by
-    length need less padding.
+    All its integers are sent to the device in one copy. On devices that gather blocks pieces sorted by length
+    need less padding.
 
     Args:
         pieces: The tokens, at most one piece per request.
@@ -251,24 +217,35 @@ def assemble(
     least = MIN_ROWS if invariant else 0
     num_kept, padding = len(keep), [0] * (least - len(ids))
     keep += [0] * max(0, least - num_kept)
-    on = cache.device
-    at = torch.tensor(positions + padding, device=on)
+    positions += padding
+    longs = {
+        "ids": ids + padding,
+        "positions": positions,
+        "blocks": blocks + padding,
+        "offsets": [position % cache.block_tokens for position in positions],
+        "keep": keep,
+    }
+    numbers = numbers_of(pieces, starts, cache) if cache.has_kernels else None
+    sent = send(longs, {} if numbers is None else numbers.ints, cache.device)
+    at = sent["positions"]
     return Batch(
-        ids=torch.tensor([ids + padding], device=on),
+        ids=sent["ids"][None],
         positions=at[None],
-        keep=torch.tensor(keep, dtype=torch.long, device=on),
+        keep=sent["keep"],
         num_kept=num_kept,
         step=Step(
             cache=cache,
-            blocks=torch.tensor(blocks + padding, device=on),
-            offsets=at % cache.block_tokens,
-            adapters=adaptation(adapted, on),
+            blocks=sent["blocks"],
+            offsets=sent["offsets"],
+            paged=_paged(pieces, starts, at, cache) if cache.in_place else None,
+            on_device=None if numbers is None else numbers.rows(sent, at, is_padded=bool(padding)),
+            gathering=None if cache.in_place else Gathering(pieces, starts, cache),
+            adapters=adaptation(adapted, cache.device),
             positions=at,
             lengths=_lengths(pieces, at),
             states=None
             if states is None
             else StepStates(states, _spans(pieces, starts), watches=invariant and linear_only),
-            **_reading(pieces, starts, at, cache),
         ),
         watched=invariant and not linear_only,
     )
@@ -290,27 +267,9 @@ def _spans(pieces: Sequence[Piece], starts: Sequence[int]) -> list[Span]:
     ]
 
 
-class _Reading(TypedDict, total=False):
-    """The fields of `Step` for reading the KV cache, by device."""
-
-    paged: Paged
-    segments: tuple[Segment, ...]
-    order: Tensor
-
-
-def _reading(pieces: Sequence[Piece], starts: Sequence[int], at: Tensor, cache: KVCache) -> _Reading:
-    if cache.in_place:
-        return {"paged": _paged(pieces, starts, at, cache)}
-    segments, order = _segments(pieces, starts, cache)
-    reading: _Reading = {"segments": segments}
-    if order != sorted(order):
-        reading["order"] = torch.tensor(order, device=cache.device)
-    return reading
-
-
 def _paged(pieces: Sequence[Piece], starts: Sequence[int], at: Tensor, cache: KVCache) -> Paged:
     """Build the block tables and row tiles of a step on a CPU."""
-    tables = [_blocks_up_to(piece, cache) for piece in pieces]
+    tables = [piece.blocks_up_to_end(cache.block_tokens) for piece in pieces]
     width = max(map(len, tables), default=0)
     tiles: list[tuple[int, int, int]] = []
     parts: list[range] = []
@@ -334,60 +293,3 @@ def _paged(pieces: Sequence[Piece], starts: Sequence[int], at: Tensor, cache: KV
 
 def _integers(values: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def _segments(
-    pieces: Sequence[Piece], starts: Sequence[int], cache: KVCache
-) -> tuple[tuple[Segment, ...], list[int]]:
-    """Return the segments of a step and their rows; each prefill is its own segment."""
-    decodes = [number for number, piece in enumerate(pieces) if len(piece.tokens) == 1]
-    groups = _by_length(decodes, pieces, cache.block_tokens)
-    groups += [[number] for number, piece in enumerate(pieces) if len(piece.tokens) > 1]
-    segments: list[Segment] = []
-    order: list[int] = []
-    for numbers in groups:
-        segments.append(_segment(len(order), [pieces[number] for number in numbers], cache))
-        for number in numbers:
-            order += range(starts[number], starts[number] + len(pieces[number].tokens))
-    return tuple(segments), order
-
-
-def _blocks_up_to(piece: Piece, cache: KVCache) -> Sequence[int]:
-    """Return the blocks up to the piece's last token."""
-    return piece.blocks[: blocks_for(piece.end, cache.block_tokens)]
-
-
-def _by_length(decodes: Sequence[int], pieces: Sequence[Piece], block_tokens: int) -> list[list[int]]:
-    """Group neighbouring decodes of similar length.
-
-    A group is gathered with the length of its longest member; every member has at least half of it.
-    """
-    groups: list[list[int]] = []
-    longest = 0
-    for number in decodes:
-        end = pieces[number].end
-        most = max(longest, end)
-        joins = (
-            bool(groups)
-            and 2 * blocks_for(min(end, longest), block_tokens) >= blocks_for(most, block_tokens)
-            and (len(groups[-1]) + 1) * most <= _GATHERED_TOKENS
-        )
-        if joins:
-            groups[-1].append(number)
-            longest = most
-        else:
-            groups.append([number])
-            longest = end
-    return groups
-
-
-def _segment(start: int, group: Sequence[Piece], cache: KVCache) -> Segment:
-    tables = [_blocks_up_to(piece, cache) for piece in group]
-    spans = [range(piece.start, piece.end) for piece in group]
-    return Segment(
-        start=start,
-        tables=tables,
-        num_blocks=max(map(len, tables)),
-        positions=torch.tensor([list(span) for span in spans], device=cache.device),
-        ends=tuple(max(ends) + 1 for ends in zip(*spans, strict=True)),
-    )

@@ -18,6 +18,7 @@ from torch import Tensor
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.buffers import host_bytes
 from hotswap.backends.torch.recurrent.states import StateShape
+from hotswap.kernels import paged_attention_gpu
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
 from hotswap.kernels.paged_attention import DTYPES, append, compile_for
 from hotswap.kernels.targets import runs_triton
@@ -83,7 +84,7 @@ def head_block_indices(table: Tensor, heads: int) -> Tensor:
 class KVCache:
     """Keys and values of every layer, head-major: `[num_blocks + 1, kv_heads, block_tokens, dim]`.
 
-    On a CPU attention reads them in place. On other devices the head-major layout makes the gather of a batch
+    Kernels of attention read them in place. Without kernels the head-major layout makes the gather of a batch
     one `index_select` of long rows, contiguous per request and head. Neighbouring layers of equal shape are
     one tensor, so that an operation on a block is one call for all of them.
 
@@ -106,6 +107,8 @@ class KVCache:
         first_layer: int = 0,
     ) -> None:
         self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
+        # The numbers of rows of a tile that layers have asked for; see `device_attention`.
+        self.tile_rows: set[int] = set()
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         # The same by their first layer, `[layers, num_blocks + 1, kv_heads, block_tokens, dim]`.
@@ -119,8 +122,13 @@ class KVCache:
 
     @property
     def in_place(self) -> bool:
-        """Whether attention reads the blocks in place, without a gather."""
+        """Whether attention reads the blocks in place on a CPU, without a gather."""
         return self.device.type == "cpu"
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are Triton kernels to read the blocks in place; each kind of layer has a trial."""
+        return not self.in_place and paged_attention_gpu.has_kernels(self.device)
 
     @property
     def _begins_zeroed(self) -> bool:
@@ -244,15 +252,31 @@ class KVCache:
             for layer in sorted(stacks):
                 yield stacks[layer]
 
-    def write(self, layer: int, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`."""
+    def write(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        blocks: Tensor,
+        offsets: Tensor,
+        *,
+        by_kernel: bool = False,
+    ) -> None:
+        """Append keys and values `[1, kv_heads, T, dim]`: row *i* to slot `offsets[i]` of `blocks[i]`.
+
+        `by_kernel` uses the Triton kernel, one launch for both.
+        """
         if layer not in self._keys:
             shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
             self._make(layer, [shape])
             if not self._begins_zeroed:
                 for pools in (self._keys, self._values):
                     pools[layer].zero_()
-        for rows, pool in ((key[0], self._keys[layer]), (value[0], self._values[layer])):
+        keys, values = self.pools(layer)
+        if by_kernel and key.dtype is value.dtype is keys.dtype and key.stride(3) == value.stride(3) == 1:
+            paged_attention_gpu.append(key[0], value[0], keys, values, blocks, offsets)
+            return
+        for rows, pool in ((key[0], keys), (value[0], values)):
             if self.in_place and pool.dtype in DTYPES:
                 append(rows, pool, blocks, offsets)
             else:

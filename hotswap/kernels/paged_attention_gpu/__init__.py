@@ -14,7 +14,6 @@ from hotswap.kernels.paged_attention_gpu.call import (
     attend,
     has_kernels,
     rows_per_tile,
-    warm_up,
 )
 
-__all__ = ["DTYPES", "Rows", "Visible", "append", "attend", "has_kernels", "rows_per_tile", "warm_up"]
+__all__ = ["DTYPES", "Rows", "Visible", "append", "attend", "has_kernels", "rows_per_tile"]

@@ -24,7 +24,6 @@ __all__ = [
     "has_kernels",
     "pack_call",
     "rows_per_tile",
-    "warm_up",
 ]
 
 DTYPES: Final[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -93,16 +92,25 @@ class Visible:
     def of(cls, mask: Tensor) -> Visible:
         """Return the form of a mask, `[T, num_keys]` bools with contiguous rows: one launch."""
         visible = cls.empty(mask.shape[0], mask.shape[1], mask.device)
-        if len(mask):
-            pack_call(mask, visible).launch()
+        visible.put(0, mask)
         return visible
 
     @classmethod
     def empty(cls, num_rows: int, num_keys: int, device: torch.device) -> Visible:
         """Allocate the form of a mask, with undefined content."""
         num_words = -(-num_keys // _ALIGNED_KEYS) * (_ALIGNED_KEYS // 32)
-        ends = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+        # Both vectors are aligned to 16 bytes.
+        ends = torch.empty(2, -(-num_rows // 4) * 4, dtype=torch.int32, device=device)[:, :num_rows]
         return cls(torch.empty(num_rows, num_words, dtype=torch.int32, device=device), ends[0], ends[1])
+
+    def put(self, row: int, mask: Tensor) -> None:
+        """Write the mask of rows from `row` on, a multiple of 4: `[n, num_keys]` bools."""
+        if not len(mask):
+            return
+        if mask.stride(1) != 1:
+            mask = mask.contiguous()
+        rows = slice(row, row + len(mask))
+        pack_call(mask, Visible(self.words[rows], self.first[rows], self.last[rows])).launch()
 
     @property
     def num_keys(self) -> int:
@@ -182,19 +190,6 @@ def append(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, blocks: Ten
     """
     if key.shape[1]:
         append_call(key, value, keys, values, blocks, offsets).launch()
-
-
-def warm_up(
-    query_heads: int, keys: Tensor, values: Tensor, *, softcap: float | None, sinks: Tensor | None
-) -> None:
-    """Compile the programs of a layer for rows of one token and of many. Blocking; changes no block."""
-    on, dtype = keys.device, keys.dtype
-    queries = torch.zeros(4, query_heads, keys.shape[3], dtype=dtype, device=on)
-    empty = torch.zeros(1, 3, dtype=torch.int32, device=on)
-    rows = Rows(torch.zeros(1, 1, dtype=torch.int32, device=on), empty, empty)
-    for num_keys in (SPLIT, SPLIT + 1):
-        visible = Visible.of(torch.zeros(4, num_keys, dtype=torch.bool, device=on))
-        attend(queries, keys, values, rows, visible, scale=1.0, softcap=softcap, sinks=sinks)
 
 
 def attend_calls(

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GUARD = Path(__file__).parent / "fake_cuda" / "guard.cpp"
 KINDS = ("llama", "gemma3", "phi3", "gpt2", "gpt_neox", "qwen3_moe", "gpt_oss", "deepseek_v3")
 QUANTIZED = ("llama+fp8", "qwen3_moe+fp8")
+GATHERED = ("llama+gathered", "gpt_oss+gathered", "deepseek_v3+gathered")
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has a guard of CUDA devices"),
@@ -38,12 +39,14 @@ def walk(guard: Path, *kinds: str, fault: str = "") -> subprocess.CompletedProce
 
 def test_steps_adapters_fp8_and_copies_of_kv_blocks_stay_on_the_device(guard: Path) -> None:
     """Prompts, decodes and both mixed, of eight architectures; adapters; KV blocks saved and restored."""
-    done = walk(guard, *KINDS, *QUANTIZED)
+    done = walk(guard, *KINDS, *QUANTIZED, *GATHERED)
     assert done.returncode == 0, done.stderr
     launched: dict[str, dict[str, int]] = json.loads(done.stdout)
-    assert launched.keys() == {*KINDS, *QUANTIZED}
-    for kernels in launched.values():
+    assert launched.keys() == {*KINDS, *QUANTIZED, *GATHERED}
+    for kind, kernels in launched.items():
         assert kernels["move_kernel"] == 2, "KV blocks are saved and restored by one launch each"
+        for kernel in ("attend_kernel", "sum_kernel", "pack_kernel", "append_kernel"):
+            assert (kernel in kernels) == (kind not in GATHERED)
     for kind in QUANTIZED:
         assert launched[kind]["fp8_gemm_kernel"]
     for kind in {*KINDS, *QUANTIZED} - {"gpt_neox"}:  # whose layers have other names
@@ -51,14 +54,15 @@ def test_steps_adapters_fp8_and_copies_of_kv_blocks_stay_on_the_device(guard: Pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"),
+    ("kind", "fault", "error"),
     [
-        ("a value is read on the host", "DataDependentOutputException"),
-        ("an index stays on the host", "at least two devices"),
-        ("a kernel gets an argument on the host", "gets an argument on cpu"),
+        ("llama", "a value is read on the host", "DataDependentOutputException"),
+        ("llama+gathered", "an index stays on the host", "at least two devices"),
+        ("llama", "block tables stay on the host", "attend_kernel gets an argument on cpu"),
+        ("llama", "a kernel gets an argument on the host", "gets an argument on cpu"),
     ],
 )
-def test_a_fault_is_found(guard: Path, fault: str, error: str) -> None:
-    done = walk(guard, "llama", fault=fault)
+def test_a_fault_is_found(guard: Path, kind: str, fault: str, error: str) -> None:
+    done = walk(guard, kind, fault=fault)
     assert done.returncode != 0
     assert error in done.stderr

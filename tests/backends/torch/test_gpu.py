@@ -19,6 +19,7 @@ from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.adapters.manager import pool_kind
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.buffers import in_place
+from hotswap.backends.torch.gathered import Gathering
 from tests.backends.torch import test_conformance, test_recurrent
 from tests.backends.torch.adapters.test_exact import MIXES, serve_mixed
 from tests.backends.torch.clients import make_client_plans, run_clients
@@ -67,7 +68,9 @@ class TestTorchEngine(test_conformance.TestTorchEngine):
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-async def test_tokens_equal_generate_and_memory_is_freed(architecture: str) -> None:
+async def test_tokens_equal_generate_and_memory_is_freed(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = Random(1)
     model = make_model(architecture)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in (2, 17, 33, 60, 130)]
@@ -76,11 +79,19 @@ async def test_tokens_equal_generate_and_memory_is_freed(architecture: str) -> N
     model.to("cuda")
     expected = [generate(model, prompt, 24) for prompt in prompts]
     plans = make_client_plans(random, "m", prompts, [Sampling(max_tokens=24)] * len(prompts))
+    gathered: list[int] = []
+    attend = Gathering.attend
+
+    def gather(gathering: Gathering, layer: int, *given: Any) -> Any:
+        gathered.append(layer)
+        return attend(gathering, layer, *given)
+
     async with TorchEngine(
         "e0", device="cuda", kv_tokens=256, kv_block_tokens=16, token_budget=48, max_requests=8
     ) as engine:
         for _ in range(2):
             await engine.load(card, store)
+            monkeypatch.setattr(Gathering, "attend", gather)  # a trial, in a load, gathers too
             assert await run_clients(engine, plans) == expected
             await engine.unload()  # raises if the memory is not freed
             assert engine.status().state is InstanceState.EMPTY

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotswap.errors import ConfigError
-from hotswap.kernels.paged_attention_gpu import Rows, Visible, append, attend, has_kernels, warm_up
+from hotswap.kernels.paged_attention_gpu import Rows, Visible, append, attend, has_kernels
 from hotswap.kernels.paged_attention_gpu.reference import attend_reference
 from tests.kernels.interpreted.guard import guarded
 from tests.kernels.paged_rows import MASKS, TOLERANCE, Layer, Step, make_step, relative_error
@@ -248,14 +248,6 @@ def test_keys_and_values_are_written_to_their_slots_alone(name: str, dtype: torc
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
     append(key[:, :0], value[:, :0], keys, values, blocks[:0], offsets[:0])
-
-
-def test_warming_up_changes_no_block() -> None:
-    step = make_step(LAYERS["capped"], ((10, 1),), poison=3.0)
-    before = step.keys.clone(), step.values.clone()
-    warm_up(8, step.keys, step.values, softcap=1.0, sinks=None)
-    assert torch.equal(step.keys, before[0])
-    assert torch.equal(step.values, before[1])
 
 
 def test_arguments_that_do_not_match_are_refused() -> None:

@@ -5,6 +5,8 @@ step reads a value on the host, where tensors of two devices meet, and where a k
 host.
 
     python -m tests.backends.torch.fake_cuda.walk GUARD FAULT KIND...    (FAULT is "" for none)
+
+A kind is an architecture, and "+fp8" or "+gathered": without the kernels of attention.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 import torch._subclasses.fake_tensor as fakes
 from torch import Tensor
 
-from hotswap.backends.torch import attention, forward
+from hotswap.backends.torch import attention, device_attention, forward, gathered
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank
 from hotswap.backends.torch.adapters.slots import AdapterSlot
@@ -100,18 +102,27 @@ def _plant(fault: str) -> None:
 
         batches.logits = reading
     elif fault == "an index stays on the host":
-        segments: Any = attention.Segment
+        segments: Any = gathered.Segment
         indices = segments.block_indices
         segments.block_indices = lambda segment, heads: indices(segment, heads).cpu()
+    elif fault == "block tables stay on the host":
+        numbers: Any = device_attention.Numbers
+        rows = numbers.rows
+
+        def on_host(given: Any, sent: Any, *others: Any, **more: Any) -> Any:
+            return rows(given, {**sent, "tables": sent["tables"].cpu()}, *others, **more)
+
+        numbers.rows = on_host
     elif fault == "a kernel gets an argument on the host":
         vars(kv_launch)["_sent"] = lambda blocks, device: torch.tensor(blocks, dtype=torch.int32)
     elif fault:
         raise ValueError(fault)
 
 
-def _walk(kind: str, *, fp8: bool) -> dict[str, int]:
+def _walk(kind: str, *, fp8: bool, gathers: bool) -> dict[str, int]:
     """Walk a model from its skeleton to copies of its KV blocks; return the number of launches by kernel."""
     _launches.clear()
+    vars(attention)["is_right"] = lambda kind: not gathers  # a trial compares values
     config = CONFIGS[kind]()
     skeleton = Skeleton(json.dumps(config.to_dict()), DEVICE)
     for name, buffer in skeleton.module.named_buffers():
@@ -201,7 +212,7 @@ def main() -> None:
     with fakes.FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         for kind in kinds:
             name, _, format = kind.partition("+")
-            walked[kind] = _walk(name, fp8=format == "fp8")
+            walked[kind] = _walk(name, fp8=format == "fp8", gathers=format == "gathered")
     sys.stdout.write(json.dumps(walked))
 
 

@@ -1,0 +1,42 @@
+"""The integers of a step, sent to its device in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["send"]
+
+# Integers of 64 bits in 16 bytes. Triton builds another program for tensors that are not aligned to 16 bytes.
+_ALIGNED = 2
+
+
+def send(
+    longs: Mapping[str, Sequence[int]], ints: Mapping[str, Sequence[int]], device: torch.device
+) -> dict[str, Tensor]:
+    """Return vectors on a device, `longs` as int64 and `ints` as int32, all parts of one tensor.
+
+    The copy to a GPU comes from pinned memory and does not wait for the device.
+    """
+    sizes = {name: len(values) for name, values in longs.items()}
+    sizes |= {name: -(-len(values) // 2) for name, values in ints.items()}
+    starts, total = dict[str, int](), 0
+    for name, size in sizes.items():
+        starts[name] = total
+        total += -(-size // _ALIGNED) * _ALIGNED
+    numbers = np.zeros(total, np.int64)
+    halves = numbers.view(np.int32)
+    for name, values in longs.items():
+        numbers[starts[name] : starts[name] + len(values)] = values
+    for name, values in ints.items():
+        halves[2 * starts[name] : 2 * starts[name] + len(values)] = values
+    sent = torch.as_tensor(numbers)
+    sent = sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent.to(device)
+    sent_halves = sent.view(torch.int32)
+    found = {name: sent[starts[name] : starts[name] + len(values)] for name, values in longs.items()}
+    for name, values in ints.items():
+        found[name] = sent_halves[2 * starts[name] : 2 * starts[name] + len(values)]
+    return found
