@@ -50,7 +50,7 @@ class DeviceRows:
 
     def rows(self, most: int) -> Rows:
         """Return the rows with tiles of at most `most` rows."""
-        tiles = self.tiles.get(most)
+        tiles = self.tiles.get(most) if self.spans else self.singles[:0]
         if tiles is None:
             sent = send({}, {"tiles": _tiles(self.spans, most)}, self.tables.device)
             tiles = self.tiles[most] = sent["tiles"].view(-1, 3)
@@ -80,7 +80,7 @@ class Numbers:
             for name, part in sent.items()
             if name.startswith(_TILES)
         }
-        tables = sent["tables"].view(self.num_requests, -1)
+        tables = sent["tables"].view(self.num_requests, len(sent["tables"]) // max(1, self.num_requests))
         singles = sent["singles"].view(-1, 3)
         return DeviceRows(tables, singles, positions, self.num_keys, is_padded, self.spans, tiles)
 

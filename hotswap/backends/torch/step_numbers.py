@@ -27,7 +27,7 @@ def send(
     for name, size in sizes.items():
         starts[name] = total
         total += -(-size // _ALIGNED) * _ALIGNED
-    numbers = np.zeros(total, np.int64)
+    numbers = np.zeros(max(total, _ALIGNED), np.int64)  # an empty tensor has no view as int32
     halves = numbers.view(np.int32)
     for name, values in longs.items():
         numbers[starts[name] : starts[name] + len(values)] = values

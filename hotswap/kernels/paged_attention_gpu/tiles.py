@@ -64,7 +64,7 @@ def tile_for(
     if block_m < 64 or not target.wide_mma:
         buffers += 1  # the stage that is computed lies in registers
     stages = 1 if target.is_amd else max(1, min(3, buffers))
-    warps = 8 if block_m * width >= 128 * 128 else 4
+    warps = 8 if block_m >= 128 or block_m * width >= 128 * 128 else 4
     return Tile(rows, block_m, block_n, warps, stages)
 
 

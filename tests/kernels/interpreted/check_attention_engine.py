@@ -141,3 +141,13 @@ def test_a_step_sends_its_integers_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     storages = {part.untyped_storage().data_ptr() for part in (rows.tables, rows.singles, rows.tiles)}
     storages |= {part.untyped_storage().data_ptr() for part in (step.blocks, step.offsets)}
     assert len(storages) == 1
+
+
+def test_a_step_without_tiles_of_a_size_makes_them() -> None:
+    """The first step of a model, whose layers have asked for none yet."""
+    cache = KVCache(40, 16, CPU)
+    for pieces in ([Piece([1], 30, [3, 4], True)], [Piece([1] * 9, 0, [5], True)], []):
+        step = assemble(pieces, cache, invariant=False).step
+        assert step.on_device is not None
+        tiles = step.on_device.rows(8).tiles
+        assert tiles.tolist() == ([[0, 0, 8], [0, 8, 1]] if pieces and len(pieces[0].tokens) > 1 else [])
