@@ -28,7 +28,7 @@ from benchmarks.gpu.session import Session
 from benchmarks.measure import versions, write_json
 
 _RESULTS = Path(__file__).parent.parent / "results"
-PHASES = ("ceilings", "check", "lora", "kv", "swap", "tokens", "fp8")
+PHASES = ("ceilings", "check", "attention", "lora", "kv", "swap", "tokens", "fp8")
 # Not run by default: the figures of `fp8` for the tiles of the shipped table, without a sweep.
 _MORE_PHASES = ("paths",)
 _SHAPES = ("8B", "70B/8", "405B/8", "70B")
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(phase: str, session: Session, chosen: argparse.Namespace) -> None:
     """Run a phase, unless what it needs is missing or there is no time; a fault of it is no other's."""
     needs = {
+        "attention": [*bare.lacking(), *_missing("transformers", "numpy")],
         "swap": [*bare.lacking(), *_missing("numpy")],
         "tokens": [*bare.lacking(), *_missing("transformers", "safetensors", "numpy")],
     }
@@ -92,6 +93,10 @@ def _phase(phase: str, chosen: argparse.Namespace) -> Callable[[Session], None]:
         from benchmarks.gpu import ceilings
 
         return ceilings.run
+    if phase == "attention":
+        from benchmarks.gpu import attention
+
+        return attention.run
     if phase == "kv":
         from benchmarks.gpu import blocks
 

@@ -21,7 +21,7 @@ from tests.house.tree import ROOT
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
-PHASES = ("ceilings", "check", "lora", "kv", "swap", "tokens", "fp8")
+PHASES = ("ceilings", "check", "attention", "lora", "kv", "swap", "tokens", "fp8")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_a_dry_run_is_not_taken_for_another(out: Path, report: dict[str, Any]) -
 def test_what_it_measures_has_a_rival_or_a_limit(report: dict[str, Any]) -> None:
     assert {"us", "bf16_us", "dense_us", "published_us", "floor_us"} <= set(report["fp8"][0])
     assert {"us", "loop_us", "floor_us"} <= set(report["lora"][0])
+    assert {"us", "gathered_us", "sdpa_us", "limit_us", "mask_us"} <= set(report["attention"][0])
     assert {"plain copy, PyTorch's memory, s", "as an engine loads, 16 MiB at a time, s"} <= set(
         report["swap"]
     )
