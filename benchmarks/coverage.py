@@ -104,9 +104,12 @@ class Row:
     features: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        features = ", ".join(self.features) or "–"
-        last = self.why.replace("|", "/") if self.why else features
-        return f"| `{self.name}` | {self.outcome} | {last} |"
+        return f"| `{self.name}` | {self.outcome} | {self.told} |"
+
+    @property
+    def told(self) -> str:
+        """The reason, or the features of one that is served."""
+        return self.why.replace("|", "/") if self.why else ", ".join(self.features) or "–"
 
 
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -355,34 +358,25 @@ def _short(error: Exception) -> str:
 
 _HEAD = """# Models
 
-The architectures that `TorchEngine` serves, tested by `python -m benchmarks.coverage --full --write` with
-transformers {version} and PyTorch {torch}; a test repeats a part of it.
+The architectures that `TorchEngine` serves, by transformers' `model_type`, in brackets variants of one. Made
+by `python -m benchmarks.coverage --full --write` with transformers {version} and PyTorch {torch}; a test
+repeats a part of it. Default configs were tested, with biases, windows and grouped queries where they can be
+switched on. The config of a checkpoint may lead to another result: `hotswap models check DIRECTORY` tells it.
 
-- **Exact**: in fp32 every greedy token equals that of transformers' `generate` for the request alone,
-  through a store and an engine, with chunked prompts, and requests that are batched, aborted and continued,
-  on a small random model of the architecture in which windows, soft caps, sinks and the like change the
-  tokens. For a few, `generate` differs from the model's own forward of the whole text; these are compared
-  with the forward.
-- **Refused**: `UnsupportedModel` is raised, before any weight is read; the reason is its text.
-- **Unknown**: no small model of transformers' default config could be run. The checks of the load decide,
-  which compare the model with its own attention.
+- **Served exactly**: in fp32 every greedy token equals that of transformers' `generate` for the request
+  alone, with chunked prompts and requests that are batched, aborted and continued, on a small random model.
+  For a few, `generate` differs from the model's own forward of the whole text; these are compared with the forward.
+- **Refused**: `UnsupportedModel` is raised before any weight is read; the reason is its text.
+- **Unknown**: no small model of the default config could be run. The checks of the load decide.
 
 A load checks the model itself as well, in its own dtype: logits of chunks and batches are compared with those
-of the model's own attention. In a mixture of experts two scores of a router may be so close that one rounding
-decides which expert a token gets; with another expert all later numbers differ, though both computations are
-right. So the check gives tokens the experts that they get with the model's own attention, and compares the
-scores of routers too. What it held is in the log. PyTorch's product of all experts at once needs rows of a
-multiple of 16 bytes; experts with other rows are multiplied one by one.
+of the model's own attention. In a mixture of experts one rounding may decide which expert a token gets; so
+the check gives tokens the experts that they get with the model's own attention, and compares the scores of
+routers too. The log has what it held. Experts whose rows are no multiple of 16 bytes are multiplied one by
+one.
 
 `VllmEngine` serves what [vLLM](vllm.md) does, and `LlamaCppEngine` GGUF files of [llama.cpp](llamacpp.md)'s
 architectures. Which kinds of quantised checkpoints each reads is [another table](#kinds-of-checkpoints).
-
-Where RoPE factors depend on the length of a text (`longrope`), each request gets those that `generate` gives
-it alone. Those of `dynamic` change beyond `max_position_embeddings` only, the longest text that is served.
-
-Names are transformers' `model_type`, in brackets variants of an architecture. Default configs were tested,
-with biases, windows and grouped queries where they can be switched on. The config of a checkpoint may lead
-to another result: `hotswap models check DIRECTORY` tells it.
 
 {exact} exact, {refused} refused, {unknown} unknown.
 """
@@ -399,12 +393,25 @@ def render(rows: Sequence[Row]) -> str:
     count = {str(outcome): sum(row.outcome is outcome for row in rows) for outcome in Outcome}
     page = _HEAD.format(version=transformers.__version__, torch=torch.__version__.partition("+")[0], **count)
     for outcome, (title, last) in _PARTS.items():
-        chosen = [str(row) for row in rows if row.outcome is outcome]
-        if chosen:
-            page += "\n".join(
-                ("", f"## {title}", "", f"| model type | | {last} |", "|---|---|---|", *chosen, "")
-            )
+        groups: dict[str, list[str]] = {}
+        for row in rows:
+            if row.outcome is outcome:
+                groups.setdefault(row.told, []).append(f"`{row.name}`")
+        if groups:
+            ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+            lines = (f"| {told} | {', '.join(names)} |" for told, names in ordered)
+            page += "\n".join(("", f"## {title}", "", f"| {last} | model types |", "|---|---|", *lines, ""))
     return page + kinds_table()
+
+
+def told_of(page: str) -> dict[str, str]:
+    """The rows of a page about models as `Row` writes each, by its name."""
+    found: dict[str, str] = {}
+    for outcome, (title, _) in _PARTS.items():
+        section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        for told, names in re.findall(r"^\| (.*) \| (`.*`) \|$", section, re.MULTILINE):
+            found |= {name: f"| `{name}` | {outcome} | {told} |" for name in re.findall(r"`([^`]+)`", names)}
+    return found
 
 
 _KINDS = """
