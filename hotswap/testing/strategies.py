@@ -33,6 +33,7 @@ ADAPTERS = tuple(AdapterId(name) for name in ("x", "y", "z@1"))
 
 _HOLDING = (InstanceState.SERVING, InstanceState.DRAINING)
 _STATES = (*InstanceState, *[InstanceState.SERVING] * 5)  # most instances serve
+_MANY = 8  # times an instance is in a large fleet
 _seldom = st.sampled_from([False, False, False, False, False, True])
 
 
@@ -118,6 +119,7 @@ def fleet_views(
 ) -> FleetView:
     """A fleet whose counts agree: of running requests by model and by instance, and of waiting requests.
 
+    Some have eight instances of each that was drawn, so that models have dozens of replicas.
     `with_running=False` gives the view of a router, which has no running requests or adapters.
     """
     names = [InstanceId(f"e{number}") for number in range(draw(st.integers(0, max_instances)))]
@@ -133,7 +135,7 @@ def fleet_views(
         counts = [sum(request.priority for request in here) for here in requests]
         instances = tuple(map(_with_high_priority, instances, counts))
     adapters = [draw(_adapter_views(model, waiting)) for model in models] if with_running else []
-    return FleetView(
+    fleet = FleetView(
         now_s=NOW_S,
         instances=instances,
         models=tuple([draw(_model_view(model, running[model], queued[model])) for model in models]),
@@ -142,6 +144,7 @@ def fleet_views(
         running=tuple(request for here in requests for request in here),
         adapters=tuple(itertools.chain.from_iterable(adapters)),
     )
+    return _repeated(fleet, draw(st.sampled_from([1, 1, 1, _MANY])))
 
 
 @st.composite
@@ -174,6 +177,37 @@ def _running(draw: st.DrawFn, instance: InstanceView) -> Sequence[RunningView]:
         )
         for number, (num_tokens, priority, begun) in enumerate(drawn)
     ]
+
+
+def _repeated(fleet: FleetView, times: int) -> FleetView:
+    """A fleet with each instance, and what runs there, so many times; drawing them all would take long."""
+    suffixes = ["", *(f"~{number}" for number in range(1, times))]
+
+    def renamed(request: RequestId, of: InstanceId, suffix: str) -> RequestId:
+        return RequestId(f"{of}{suffix}{request.removeprefix(of)}")
+
+    return replace(
+        fleet,
+        instances=tuple(
+            replace(
+                instance,
+                id=InstanceId(f"{instance.id}{suffix}"),
+                preempted=tuple(renamed(request, instance.id, suffix) for request in instance.preempted),
+            )
+            for suffix in suffixes
+            for instance in fleet.instances
+        ),
+        running=tuple(
+            replace(
+                request,
+                id=renamed(request.id, request.instance, suffix),
+                instance=InstanceId(f"{request.instance}{suffix}"),
+            )
+            for suffix in suffixes
+            for request in fleet.running
+        ),
+        models=tuple(replace(model, num_running=model.num_running * times) for model in fleet.models),
+    )
 
 
 def _with_high_priority(instance: InstanceView, count: int) -> InstanceView:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 
 from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId, ModelView, Request
 from hotswap.abc import Action, Migrate, PinAdapters, Router, Scheduler, Swap, Unload
@@ -35,6 +36,7 @@ from hotswap.policies import (
     infaas_router,
 )
 from hotswap.testing.conformance import RouterConformance, SchedulerConformance
+from hotswap.testing.strategies import fleet_views
 from tests.conformance.outcome import failures
 from tests.policies.days import DAY_S, SLOTS, days
 
@@ -281,3 +283,24 @@ def test_a_scheduler_that_unloads_below_min_replicas_is_caught() -> None:
             look(view)
 
     assert list(failures(Suite)) == ["test_it_takes_no_model_below_its_least_replicas"]
+
+
+@pytest.mark.parametrize("with_running", [False, True])
+def test_policies_meet_fleets_of_many_replicas_whose_counts_agree(*, with_running: bool) -> None:
+    most_replicas: list[int] = []
+
+    @settings(QUICK, max_examples=60)
+    @given(fleet_views(with_running=with_running))
+    def look_at(fleet: FleetView) -> None:
+        most_replicas.append(max(len(fleet.replicas(model.id)) for model in fleet.models))
+        assert len({instance.id for instance in fleet.instances}) == len(fleet.instances)
+        assert len({request.id for request in fleet.running}) == len(fleet.running)
+        for model in fleet.models:
+            of = [instance for instance in fleet.instances if instance.model == model.id]
+            assert model.num_running == sum(instance.num_requests for instance in of)
+        here = Counter(request.instance for request in fleet.running)
+        if with_running:
+            assert all(here[instance.id] == instance.num_requests for instance in fleet.instances)
+
+    look_at()
+    assert max(most_replicas) >= 8
