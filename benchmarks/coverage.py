@@ -365,7 +365,7 @@ switched on. The config of a checkpoint may lead to another result: `hotswap mod
 
 - **Served exactly**: in fp32 every greedy token equals that of transformers' `generate` for the request
   alone, with chunked prompts and requests that are batched, aborted and continued, on a small random model.
-  For a few, `generate` differs from the model's own forward of the whole text; these are compared with the forward.
+  For a few, `generate` differs from the model's own forward of the whole text; these are compared with that.
 - **Refused**: `UnsupportedModel` is raised before any weight is read; the reason is its text.
 - **Unknown**: no small model of the default config could be run. The checks of the load decide.
 
