@@ -39,8 +39,8 @@ class Announced:
 class MigrationContext:
     """The parts of an engine that a KV source and a KV sink use, while one model serves.
 
-    After `end` it refers to nothing of the model: whoever still has a source, a sink or a listed prefix then
-    keeps no memory of the device.
+    After `end` it refers to nothing of the model: a caller that still has a source, a sink or a listed prefix
+    then keeps no memory of the device.
 
     Attributes:
         life: Ends every wait when the engine is lost.
