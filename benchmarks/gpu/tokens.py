@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import torch
@@ -21,6 +21,7 @@ from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch.step_options import GpuSteps
 
 __all__ = ["run"]
 
@@ -41,11 +42,14 @@ def run(session: Session) -> None:
         for name, scheme in SCHEMES.items():
             root = Path(folder) / name
             convert(Path(folder) / "checkpoint", root, model_id="m", quantize=scheme)
-            found.append({"weights": name, **anyio.run(_serve, session, root)})
+            found += [
+                {"weights": name, "gpu_steps": kind, **anyio.run(_serve, session, root, kind)}
+                for kind in get_args(GpuSteps)
+            ]
     session.report["tokens"] = found
     lines = [
         [
-            f"{each['weights']}, {each['weight_bytes'] / 1e9:.2f} GB",
+            f"{each['weights']}, {each['weight_bytes'] / 1e9:.2f} GB, {each['gpu_steps']}",
             Summary.of(each["unload_s"]).format(),
             Summary.of(each["load_s"]).format(),
             Summary.of(each["first_token_s"]).format(),
@@ -56,14 +60,20 @@ def run(session: Session) -> None:
     show("the engine", ("", "unload, s", "load, s", "to the first token, s", "tokens/s of requests"), lines)
 
 
-async def _serve(session: Session, root: Path) -> dict[str, Any]:
+async def _serve(session: Session, root: Path, gpu_steps: GpuSteps) -> dict[str, Any]:
     """Swap a model out and in from pinned memory, then serve batches of requests."""
     output = 3 if session.is_dry else OUTPUT
     found: dict[str, Any] = {"unload_s": [], "load_s": [], "first_token_s": [], "tokens_per_s": {}}
     async with TieredStore(PinnedStore("16 GiB"), NvmeStore(root)) as store:
         card = ModelCard.of(Model("m"), await store.manifest(ModelId("m")))
         await store.prefetch(card.id)
-        engine = TorchEngine("e0", device=str(session.device), kv_tokens=32 * 256, prefix_reuse=False)
+        engine = TorchEngine(
+            "e0",
+            device=str(session.device),
+            kv_tokens=32 * 256,
+            prefix_reuse=False,
+            gpu_steps=gpu_steps,
+        )
         async with engine:
             found["first_load_s"] = await _timed(session, engine.load(card, store))
             await _generate(engine, 1, output=2)
@@ -77,7 +87,7 @@ async def _serve(session: Session, root: Path) -> dict[str, Any]:
                         f"tokens of {root.name}, {batch} at once"
                     )
                     continue
-                await _generate(engine, batch, output=2)  # kernels are built
+                await _generate(engine, batch, output=6)  # kernels are built, and graphs captured
                 took_s = await _timed(session, _generate(engine, batch, output))
                 found["tokens_per_s"][str(batch)] = batch * output / took_s
             found["weight_bytes"] = engine.status().weight_bytes

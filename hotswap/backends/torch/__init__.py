@@ -12,9 +12,10 @@ try:
     from hotswap.backends.torch.modeling import SkeletonCache
     from hotswap.backends.torch.parallel.host import StageHost
     from hotswap.backends.torch.parallel.nodes import LinkedNode, StageNode
+    from hotswap.backends.torch.step_options import GpuSteps
 except ModuleNotFoundError as exc:
     raise BackendMissing(
         f"TorchEngine needs {exc.name!r}, which is not installed: pip install 'hotswap[torch]'."
     ) from exc
 
-__all__ = ["LinkedNode", "SkeletonCache", "StageHost", "StageNode", "TorchEngine"]
+__all__ = ["GpuSteps", "LinkedNode", "SkeletonCache", "StageHost", "StageNode", "TorchEngine"]

@@ -18,6 +18,7 @@ from hotswap.backends.torch.attention import IMPLEMENTATION, MaskPattern
 from hotswap.backends.torch.miniature import randomize, shrink
 from hotswap.backends.torch.modeling import Skeleton, canonical, parse_config
 from hotswap.backends.torch.preflight import preflight, reference
+from hotswap.backends.torch.step_options import StepOptions
 from hotswap.backends.torch.weights import layout
 from hotswap.errors import UnsupportedModel
 
@@ -76,7 +77,7 @@ def _check_config(config_text: str) -> Verdict:
                     "replaced; serve it with another engine."
                 ) from exc
             continue
-        preflight(skeleton, _CPU, block_tokens=_BLOCK_TOKENS, invariant=True)
+        preflight(skeleton, _CPU, StepOptions(_BLOCK_TOKENS, invariant=True))
         return Verdict.EXACT
     return Verdict.UNKNOWN
 

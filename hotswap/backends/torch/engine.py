@@ -45,6 +45,7 @@ from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.row_invariance import warnings_of_products
 from hotswap.backends.torch.runner import Report
 from hotswap.backends.torch.settings import Settings
+from hotswap.backends.torch.step_options import GpuSteps
 from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
 from hotswap.checks import check_counts
@@ -130,6 +131,11 @@ class TorchEngine(Engine):
         stage_nodes: The nodes of the first stages, in order, such as `LinkedNode`; `None` is this machine. It
             always has the last stage. The ranks of a node divide `threads` of their own, and have GPUs from
             `device` upwards; `memory_bytes` is that of all ranks. Default: none, all are on this machine.
+        gpu_steps: How steps run on a GPU. `"gathered"`: the KV blocks of a batch are gathered and PyTorch
+            multiplies them. `"in_place"`: Triton kernels read the blocks, if they pass a trial at the first
+            load. `"graphs"`: so, and steps that only decode are CUDA graphs, unless a capture fails; requests
+            with adapters and models with recurrent states run without. One rank only; a CPU ignores it. The
+            last two were not run on a GPU yet. Default: `"gathered"`.
         rank_timeout_s: The time in seconds after which a rank that does not reply is considered failed, and
             the instance lost. Default: 300.
 
@@ -162,6 +168,7 @@ class TorchEngine(Engine):
         tp: int = 1,
         pp: int = 1,
         stage_nodes: Sequence[StageNode | None] = (),
+        gpu_steps: GpuSteps = "gathered",
         rank_timeout_s: float = 300.0,
     ) -> None:
         settings = Settings(
@@ -184,6 +191,7 @@ class TorchEngine(Engine):
             threads=threads,
             invariant=invariant,
             rank_timeout_s=rank_timeout_s,
+            gpu_steps=gpu_steps,
         )
         check_counts(ConfigError, 0, max_adapters=max_adapters)
         self.id = InstanceId(id)

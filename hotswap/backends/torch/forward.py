@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotswap.backends.torch.adapters.plan import adaptation
 from hotswap.backends.torch.adapters.slots import AdapterSlot
-from hotswap.backends.torch.attention import Paged, Step, running
-from hotswap.backends.torch.batch_invariant import BatchInvariantMode
+from hotswap.backends.torch.attention import Paged, Step
+from hotswap.backends.torch.batch import Batch
 from hotswap.backends.torch.blocks import Copy
+from hotswap.backends.torch.decode_graphs import DecodeGraphs
 from hotswap.backends.torch.device_attention import numbers_of
 from hotswap.backends.torch.gathered import Gathering
 from hotswap.backends.torch.kv import KVCache
@@ -28,7 +27,7 @@ from hotswap.backends.torch.recurrent.states import Span, StatePool, StepStates
 from hotswap.backends.torch.step_numbers import send
 from hotswap.kernels.paged_attention import Rows
 
-__all__ = ["MAX_SCORED_ROWS", "Batch", "Forward", "LocalForward", "Piece", "Work", "assemble"]
+__all__ = ["MAX_SCORED_ROWS", "Forward", "LocalForward", "Piece", "Work", "assemble"]
 
 MAX_SCORED_ROWS = 64
 """The most rows of a step whose logits are needed beside those that sample; bounds the memory of logits."""
@@ -99,6 +98,7 @@ class LocalForward(Forward):
         linear_only: See `assemble`.
         background_work: Called by `do_background_work`.
         states: The recurrent states of requests; `None` for models without any.
+        graphs: Runs decode steps, where it can.
 
     Attributes:
         work: What was submitted last.
@@ -113,6 +113,7 @@ class LocalForward(Forward):
         linear_only: bool = False,
         background_work: Callable[[], bool] = lambda: False,
         states: StatePool | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
         self.cache, self._states, self.keeps_states = cache, states, states is not None
@@ -120,6 +121,7 @@ class LocalForward(Forward):
             self.size_bytes += states.size_bytes
         self._model, self._background_work = model, background_work
         self._invariant, self._linear_only = invariant, linear_only
+        self._graphs = graphs
         self.work = Work(())
 
     def submit(self, work: Work) -> None:
@@ -129,6 +131,8 @@ class LocalForward(Forward):
         self.cache.copy(self.work.copies)
         self.cache.clear(self.work.fresh)
         pieces = self.work.pieces
+        if self._graphs is not None and (logits := self._graphs.logits(pieces)) is not None:
+            return logits
         batch = assemble(
             pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only, states=self._states
         )
@@ -136,44 +140,6 @@ class LocalForward(Forward):
 
     def do_background_work(self) -> bool:
         return self._background_work()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """The tensors of one forward pass over a row of pieces.
-
-    Attributes:
-        ids: `[1, T]`, token ids.
-        positions: `[1, T]`, their positions.
-        keep: The rows whose logits are needed, padded to the minimum number of rows.
-        num_kept: The length of `keep` without padding.
-        step: The metadata that the layers read.
-        watched: Whether the pass runs in `BatchInvariantMode`.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    keep: Tensor
-    num_kept: int
-    step: Step
-    watched: bool = False
-
-    def logits(self, model: nn.Module, embeds: Tensor | None = None) -> Tensor:
-        """Run the model and return the logits of the rows in `keep`, `[num_kept, vocabulary]`.
-
-        `embeds`, `[1, T, width]`, replaces the token ids as the model's input.
-        """
-        start: dict[str, Tensor] = {"input_ids": self.ids} if embeds is None else {"inputs_embeds": embeds}
-        with running(self.step), BatchInvariantMode() if self.watched else nullcontext():
-            # Without a mask of ones transformers would treat the row as packed sequences.
-            out: Any = model(
-                **start,
-                position_ids=self.positions,
-                attention_mask=torch.ones_like(self.ids),
-                use_cache=False,
-                logits_to_keep=self.keep,
-            )
-        return cast("Tensor", out.logits[0])[: self.num_kept]
 
 
 def assemble(

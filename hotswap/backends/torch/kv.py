@@ -95,6 +95,7 @@ class KVCache:
         layers: The shapes of the layers. Without them each layer's tensors are allocated at its first write,
             in the shape that is written, so that no config is parsed for head counts and widths.
         first_layer: The index of the first of `layers`, for a pipeline stage.
+        by_kernels: Whether attention on a GPU may read the blocks by Triton kernels.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class KVCache:
         layers: Sequence[LayerShape] = (),
         *,
         first_layer: int = 0,
+        by_kernels: bool = False,
     ) -> None:
+        self._by_kernels = by_kernels
         self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
         # The numbers of rows of a tile that layers have asked for; see `device_attention`.
         self.tile_rows: set[int] = set()
@@ -128,7 +131,7 @@ class KVCache:
     @property
     def has_kernels(self) -> bool:
         """Whether there are Triton kernels to read the blocks in place; each kind of layer has a trial."""
-        return not self.in_place and paged_attention_gpu.has_kernels(self.device)
+        return self._by_kernels and not self.in_place and paged_attention_gpu.has_kernels(self.device)
 
     @property
     def _begins_zeroed(self) -> bool:

@@ -16,6 +16,7 @@ from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target, observed, targets
 from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.compatibility import check_config
+from hotswap.backends.torch.decode_graphs import graphs_for
 from hotswap.backends.torch.dequantize import Dequantizer, original_dtype
 from hotswap.backends.torch.device import ReleasedMemory, check_device, out_of_memory_mapped
 from hotswap.backends.torch.fingerprint import compute_format, fingerprint_of, weights_key
@@ -28,6 +29,7 @@ from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.packed_cache import PackedCache, PackedWeights
 from hotswap.backends.torch.preflight import preflight
 from hotswap.backends.torch.recurrent.states import StatePool
+from hotswap.backends.torch.step_options import StepOptions
 from hotswap.backends.torch.weights import check_world_size, convert, recast
 from hotswap.errors import InstanceLost, OutOfMemory
 from hotswap.kernels.targets import runs_triton
@@ -135,16 +137,14 @@ class LocalLoader(Loader):
         packed_bytes: int,
         keep_fp8: bool | None,
         skeletons: SkeletonCache,
-        block_tokens: int,
-        invariant: bool,
+        steps: StepOptions,
         notifier: StatusNotifier,
     ) -> None:
         super().__init__(memory_bytes, notifier)
         self._device, self._dtype, self._keep_fp8 = device, dtype, keep_fp8
         self._buffers, self._released = FlatBuffers(device, idle_bytes), ReleasedMemory(device)
         self._packed = PackedCache(packed_bytes)
-        self._skeletons = skeletons
-        self._block_tokens, self._invariant = block_tokens, invariant
+        self._skeletons, self._steps = skeletons, steps
         self._others_bytes = 0
 
     async def start(self) -> None:
@@ -227,10 +227,11 @@ class LocalLoader(Loader):
         return LocalForward(
             model.skeleton.module,
             cache,
-            invariant=self._invariant,
+            invariant=self._steps.invariant,
             linear_only=model.skeleton.linear_only,
             background_work=partial(self.pack_next, model),
             states=states,
+            graphs=graphs_for(model.skeleton, cache, self._steps, budget.max_requests),
         )
 
     def _make_cache(self, model: LocalModel, budget: KVBudget) -> KVCache:
@@ -244,8 +245,9 @@ class LocalLoader(Loader):
                 f"{beside if state_bytes else ''}; give the engine more"
                 f"{', or lower its max_requests' if state_bytes else ''}."
             )
+        size, by_kernels = budget.block_tokens, self._steps.by_kernels
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
-            cache = KVCache(num_blocks, budget.block_tokens, self._device, model.layers)
+            cache = KVCache(num_blocks, size, self._device, model.layers, by_kernels=by_kernels)
             cache.build_kernels()
         return cache
 
@@ -262,9 +264,12 @@ class LocalLoader(Loader):
         check_config(config_text)
         return self._skeletons.borrow(config_text, self._device)
 
+    def _way(self, skeleton: Skeleton) -> str:
+        return f"{self._device} {compute_format(skeleton)} {self._steps.by_kernels}"
+
     def targets(self, model: LocalModel) -> Mapping[str, Target]:
         """Return the layers of a loaded model that can have adapters, by name."""
-        skeleton, key = model.skeleton, f"{self._device} {compute_format(model.skeleton)}"
+        skeleton, key = model.skeleton, self._way(model.skeleton)
         if key not in skeleton.targets:
             odd = self._skeletons.unadaptable[skeleton.key, key]
             skeleton.targets[key] = targets(skeleton.module, odd)
@@ -409,19 +414,14 @@ class LocalLoader(Loader):
         self, card: ModelCard, manifest: Manifest, skeleton: Skeleton, weights: Weights, packed: PackedWeights
     ) -> LocalModel:
         """Return the loaded model, having run the preflight of its architecture if it is new."""
-        key = (skeleton.key, f"{self._device} {compute_format(skeleton)}")
+        key = (skeleton.key, self._way(skeleton))
         layers = self._skeletons.verified.get(key)
         if layers is None:
             with (
                 out_of_memory_mapped(f"the first pass of {card.id!r}"),
                 observed(skeleton.module) as unadaptable,
             ):
-                layers = preflight(
-                    skeleton,
-                    self._device,
-                    block_tokens=self._block_tokens,
-                    invariant=self._invariant,
-                )
+                layers = preflight(skeleton, self._device, self._steps)
             # Set before `verified`: other threads read it once they find the architecture verified.
             self._skeletons.unadaptable[key] = unadaptable
             self._skeletons.verified[key] = layers

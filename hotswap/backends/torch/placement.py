@@ -44,8 +44,7 @@ def make_loader(
             packed_bytes=settings.max_packed_bytes,
             keep_fp8=settings.keep_fp8,
             skeletons=skeletons,
-            block_tokens=settings.kv_block_tokens,
-            invariant=settings.is_invariant,
+            steps=settings.steps,
             notifier=notifier,
         )
     ranks = Ranks(

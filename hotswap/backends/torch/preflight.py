@@ -23,6 +23,7 @@ from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.recurrent.states import StatePool, StepStates
 from hotswap.backends.torch.routing import Choices, Comparison, HeldChoices, RecordedChoices
+from hotswap.backends.torch.step_options import StepOptions
 from hotswap.errors import UnsupportedModel
 
 __all__ = [
@@ -50,9 +51,7 @@ _LENGTHS = tuple(sum(n for step in STEPS for i, n in step if i == request) for r
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def preflight(
-    skeleton: Skeleton, device: torch.device, *, block_tokens: int, invariant: bool
-) -> tuple[LayerShape, ...]:
+def preflight(skeleton: Skeleton, device: torch.device, steps: StepOptions) -> tuple[LayerShape, ...]:
     """Check that a bound skeleton can be served exactly, and return what a request keeps in each layer.
 
     Every layer must call attention once per pass, or continue its recurrent states. The logits computed in
@@ -62,18 +61,19 @@ def preflight(
     Args:
         skeleton: The model.
         device: Its device.
-        block_tokens: Tokens per KV block.
-        invariant: Whether steps are batch-invariant; see `forward.assemble`.
+        steps: How its steps are computed.
 
     Raises:
         UnsupportedModel: the check failed.
     """
-    cache = KVCache(sum(blocks_for(n, block_tokens) for n in _LENGTHS), block_tokens, device)
+    size = steps.block_tokens
+    num_blocks = sum(blocks_for(n, size) for n in _LENGTHS)
+    cache = KVCache(num_blocks, size, device, by_kernels=steps.by_kernels)
     states = StatePool(len(_LENGTHS), device) if skeleton.mixers else None
     try:
         expected = reference(skeleton, device)
         with torch.inference_mode():
-            mine, comparison = _in_chunks(skeleton, cache, invariant, expected.choices, states)
+            mine, comparison = _in_chunks(skeleton, cache, steps.invariant, expected.choices, states)
     except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as exc:  # a model that is no causal decoder may fail with any error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -14,6 +15,7 @@ from hotswap.backends.torch.device import resolve, total_bytes
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import KVBudget
 from hotswap.backends.torch.parallel.nodes import StageNode
+from hotswap.backends.torch.step_options import GpuSteps, StepOptions
 from hotswap.checks import check_counts, check_kind, check_positive, check_positive_seconds, to_objects
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
@@ -50,6 +52,7 @@ class Settings:
     threads: int | None
     invariant: bool
     rank_timeout_s: float
+    gpu_steps: GpuSteps
 
     def __post_init__(self) -> None:
         counts = {"threads": self.threads, "token_budget": self.token_budget}
@@ -72,6 +75,10 @@ class Settings:
             check_kind(ConfigError, "keep_fp8", self.keep_fp8, bool)
         if self.dtype is not None:
             check_kind(ConfigError, "dtype", self.dtype, torch.dtype)
+        kinds = get_args(GpuSteps)
+        _check(self.gpu_steps in kinds, "gpu_steps", self.gpu_steps, f"one of {', '.join(kinds)}")
+        alone = self.num_ranks == 1 or self.gpu_steps == "gathered"
+        _check(alone, "gpu_steps", self.gpu_steps, "'gathered' with several ranks")
         blocks = self.kv_block_tokens
         _check(blocks % 16 == 0, "kv_block_tokens", blocks, "16, 32 ...")
         enough = self.token_budget is None or self.token_budget >= self.max_requests
@@ -143,6 +150,11 @@ class Settings:
         """The limits of the KV cache."""
         size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes, "kv_bytes")
         return KVBudget(self.kv_tokens, size, self.kv_block_tokens, self.max_requests)
+
+    @property
+    def steps(self) -> StepOptions:
+        """How steps are computed in one process."""
+        return StepOptions(self.kv_block_tokens, self.is_invariant, self.gpu_steps)
 
     @property
     def max_step_tokens(self) -> int:

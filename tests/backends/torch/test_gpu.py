@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from hotswap.backends.torch.adapters.manager import pool_kind
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.buffers import in_place
 from hotswap.backends.torch.gathered import Gathering
+from hotswap.backends.torch.step_options import GpuSteps
 from tests.backends.torch import test_conformance, test_recurrent
 from tests.backends.torch.adapters.test_exact import MIXES, serve_mixed
 from tests.backends.torch.clients import make_client_plans, run_clients
@@ -67,9 +68,10 @@ class TestTorchEngine(test_conformance.TestTorchEngine):
     device = "cuda"
 
 
+@pytest.mark.parametrize("gpu_steps", get_args(GpuSteps))
 @pytest.mark.parametrize("architecture", CONFIGS)
 async def test_tokens_equal_generate_and_memory_is_freed(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, gpu_steps: GpuSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = Random(1)
     model = make_model(architecture)
@@ -87,14 +89,22 @@ async def test_tokens_equal_generate_and_memory_is_freed(
         return attend(gathering, layer, *given)
 
     async with TorchEngine(
-        "e0", device="cuda", kv_tokens=256, kv_block_tokens=16, token_budget=48, max_requests=8
+        "e0",
+        device="cuda",
+        kv_tokens=256,
+        kv_block_tokens=16,
+        token_budget=48,
+        max_requests=8,
+        gpu_steps=gpu_steps,
     ) as engine:
         for _ in range(2):
             await engine.load(card, store)
             monkeypatch.setattr(Gathering, "attend", gather)  # a trial, in a load, gathers too
             assert await run_clients(engine, plans) == expected
+            monkeypatch.setattr(Gathering, "attend", attend)
             await engine.unload()  # raises if the memory is not freed
             assert engine.status().state is InstanceState.EMPTY
+    assert bool(gathered) == (gpu_steps == "gathered"), "another path was taken"
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)

@@ -16,6 +16,7 @@ from hotswap.backends.torch import TorchEngine, attention, batch_invariant
 from hotswap.backends.torch.compatibility import Verdict, check_config
 from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.preflight import preflight
+from hotswap.backends.torch.step_options import StepOptions
 from hotswap.backends.torch.weights import fill, layout
 from hotswap.errors import UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
@@ -49,7 +50,7 @@ def bind(skeleton: Skeleton | None, model: Any) -> Skeleton:
 
 
 def check(skeleton: Skeleton) -> None:
-    preflight(skeleton, CPU, block_tokens=16, invariant=True)
+    preflight(skeleton, CPU, StepOptions(16, invariant=True))
 
 
 @pytest.mark.parametrize("name", MIXTURES)

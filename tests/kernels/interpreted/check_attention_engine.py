@@ -16,6 +16,7 @@ from hotswap.backends.torch import TorchEngine, device_attention
 from hotswap.backends.torch.forward import Piece, assemble
 from hotswap.backends.torch.gathered import Gathering
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.step_options import GpuSteps
 from hotswap.kernels.calls import Call
 from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
@@ -45,7 +46,9 @@ def _kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device_attention.is_right.cache_clear()
 
 
-async def serve(architecture: str) -> tuple[list[list[int]], list[list[int]]]:
+async def serve(
+    architecture: str, gpu_steps: GpuSteps = "in_place"
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return the tokens of an engine, and those of `generate`."""
     random, model, store = Random(1), make_model(architecture), DictStore()
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in LENGTHS]
@@ -53,7 +56,13 @@ async def serve(architecture: str) -> tuple[list[list[int]], list[list[int]]]:
     card = store.add(architecture, model)
     plans = make_client_plans(random, architecture, prompts, [Sampling(max_tokens=COUNT)] * len(prompts))
     async with TorchEngine(
-        "e0", kv_tokens=320, kv_block_tokens=16, token_budget=48, max_requests=8, threads=1
+        "e0",
+        kv_tokens=320,
+        kv_block_tokens=16,
+        token_budget=48,
+        max_requests=8,
+        threads=1,
+        gpu_steps=gpu_steps,
     ) as engine:
         await engine.load(card, store)
         return await run_clients(engine, plans), expected
@@ -127,7 +136,7 @@ def test_a_sound_kernel_passes_its_trial(dtype: torch.dtype, caplog: pytest.LogC
 
 def test_a_step_sends_its_integers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles of the size that its layers asked for before."""
-    cache = KVCache(40, 16, CPU)
+    cache = KVCache(40, 16, CPU, by_kernels=True)
     cache.tile_rows.add(8)
     pieces = [Piece([1], 30, [3, 4], True), Piece([1] * 20, 5, [7, 8], True), Piece([1], 0, [9], True)]
     step = assemble(pieces, cache, invariant=False).step

@@ -25,11 +25,12 @@ import torch
 import torch._subclasses.fake_tensor as fakes
 from torch import Tensor
 
-from hotswap.backends.torch import attention, device_attention, forward, gathered
+from hotswap.backends.torch import attention, device_attention, gathered
 from hotswap.backends.torch.adapters.paged import PagedPool
 from hotswap.backends.torch.adapters.peft import AdapterWeights, LowRank
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.adapters.targets import targets
+from hotswap.backends.torch.batch import Batch
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.forward import Piece, assemble
 from hotswap.backends.torch.fp8 import SCALE_SUFFIX, SCHEMES
@@ -92,7 +93,7 @@ def _stand_in() -> None:
 def _plant(fault: str) -> None:
     """Plant a fault that a walk must find."""
     if fault == "a value is read on the host":
-        batches: Any = forward.Batch
+        batches: Any = Batch
         logits = batches.logits
 
         def reading(batch: Any, *given: Any) -> Tensor:
@@ -130,7 +131,7 @@ def _walk(kind: str, *, fp8: bool, gathers: bool) -> dict[str, int]:
     specs, size_bytes, quantized = _placed(skeleton, fp8=fp8)
     skeleton.bind(torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE), specs, quantized)
     prepare(skeleton.fp8_linears, skeleton.dtype)
-    cache = KVCache(NUM_BLOCKS, BLOCK_TOKENS, DEVICE)
+    cache = KVCache(NUM_BLOCKS, BLOCK_TOKENS, DEVICE, by_kernels=True)
     cache.build_kernels()
     free = iter(range(1, NUM_BLOCKS))
     prompts = [_piece(range(3, 103), 0, free), _piece(range(7, 40), 64, free)]
