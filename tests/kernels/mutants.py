@@ -22,6 +22,13 @@ _ERROR = f"{_FP8}::test_the_error_is_that_of_rounding_the_result"
 _CONVERSION = f"{_FP8}::test_every_finite_value_is_converted_exactly"
 _DEQUANTIZED = f"{_FP8}::test_the_dequantization_kernel_is_exact"
 
+_ATTENTION, _ATTENTION_CHECK = "paged_attention_gpu/kernel.py", "check_paged_attention_gpu.py"
+_WEIGHTED = f"{_ATTENTION_CHECK}::test_every_row_gets_the_weighted_sum_of_its_values"
+_UNSEEN = f"{_ATTENTION_CHECK}::test_slots_that_no_row_of_a_request_sees_may_hold_anything[window-nan]"
+_ATTENTION_BOUNDS = f"{_ATTENTION_CHECK}::test_nothing_outside_the_tensors_is_read_or_written[llama]"
+_WRITTEN = f"{_ATTENTION_CHECK}::test_keys_and_values_are_written_to_their_slots_alone"
+_PACKED = f"{_ATTENTION_CHECK}::test_masks_are_packed"
+
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
@@ -191,6 +198,162 @@ MUTANTS: Final = (
         "self._is_wide and staging.data_ptr() % _WORD == 0",
         "self._is_wide",
         "check_kv_blocks.py::test_an_unaligned_buffer_is_filled_byte_by_byte",
+    ),
+    Mutant(
+        "scores of masked keys kept",
+        _ATTENTION,
+        "tl.where(visible, scores * _LOG2_E, _NONE)",
+        "scores * _LOG2_E",
+        f"{_WEIGHTED}[llama-window]",
+    ),
+    Mutant(
+        "values of masked keys multiplied by zero",
+        _ATTENTION,
+        "mask=wanted[:, None]",
+        "mask=inside[:, None]",
+        _UNSEEN,
+    ),
+    Mutant(
+        "no score taken for a number",
+        _ATTENTION,
+        "tl.where(largest == _NONE, 0.0, largest)",
+        "largest",
+        f"{_WEIGHTED}[llama-blind]",
+    ),
+    Mutant(
+        "the last key of a split lost",
+        _ATTENTION,
+        "* span + span)",
+        "* span + span - 1)",
+        f"{_WEIGHTED}[llama-causal]",
+    ),
+    Mutant(
+        "the first splits lost",
+        _ATTENTION,
+        "range(0, tl.cdiv(last, tl.maximum(span, 1)), STEP)",
+        "range(STEP, tl.cdiv(last, tl.maximum(span, 1)), STEP)",
+        f"{_WEIGHTED}[llama-causal]",
+    ),
+    Mutant(
+        "splits that were not computed are added",
+        _ATTENTION,
+        "done = (split * span < last) & (split * span + span > first)",
+        "done = split * span < last",
+        f"{_WEIGHTED}[llama-window]",
+    ),
+    Mutant(
+        "splits of one length for rows of any",
+        _ATTENTION,
+        "SPLIT * tl.cdiv(last, SPLIT * MOST_SPLITS)",
+        "SPLIT",
+        f"{_ATTENTION_CHECK}::test_very_long_rows_have_longer_splits",
+    ),
+    Mutant("sinks forgotten", _ATTENTION, " + tl.exp2(sink - most)", "", f"{_WEIGHTED}[sinks-causal]"),
+    Mutant("the cap forgotten", _ATTENTION, "if HAS_CAP:", "if False:", f"{_WEIGHTED}[capped-causal]"),
+    Mutant(
+        "the scale forgotten",
+        _ATTENTION,
+        "tl.float32)) * scale",
+        "tl.float32))",
+        f"{_WEIGHTED}[llama-causal]",
+    ),
+    Mutant(
+        "sums of earlier keys not rescaled",
+        _ATTENTION,
+        "total * factor[:, None])",
+        "total)",
+        f"{_WEIGHTED}[llama-causal]",
+    ),
+    Mutant(
+        "key blocks that begin anywhere",
+        _ATTENTION,
+        "first // BLOCK_N * BLOCK_N",
+        "first",
+        f"{_WEIGHTED}[llama-window]",
+    ),
+    Mutant(
+        "every KV head read as the first",
+        _ATTENTION,
+        "* KV_HEADS + kv_head) *",
+        "* KV_HEADS) *",
+        f"{_WEIGHTED}[llama-causal]",
+    ),
+    Mutant(
+        "every group of heads as the first",
+        _ATTENTION,
+        "head = kv_head * GROUP + rm % GROUP",
+        "head = kv_head * 0 + rm % GROUP",
+        f"{_WEIGHTED}[llama-causal]",
+    ),
+    Mutant(
+        "blocks of 16 tokens taken for granted",
+        _ATTENTION,
+        "position // BLOCK_TOKENS",
+        "position // 16",
+        f"{_WEIGHTED}[one KV head-causal]",
+    ),
+    Mutant(
+        "the first word of a mask for all keys",
+        _ATTENTION,
+        "shown_at + start // 32 + 1",
+        "shown_at + start // 32",
+        f"{_ATTENTION_CHECK}::test_sums_are_not_rounded[torch.bfloat16-llama]",
+    ),
+    Mutant(
+        "keys beyond a request read",
+        _ATTENTION,
+        "inside = position < end",
+        "inside = position < end + 64",
+        _ATTENTION_BOUNDS,
+    ),
+    Mutant(
+        "columns beyond a key read",
+        _ATTENTION,
+        "here = inside[:, None] & (rk < KEY_DIM)[None, :]",
+        "here = inside[:, None]",
+        f"{_ATTENTION_CHECK}::test_nothing_outside_the_tensors_is_read_or_written[unequal]",
+    ),
+    Mutant(
+        "columns beyond a result written",
+        _ATTENTION,
+        "& (rv < VALUE_DIM)[None, :]\n    heads",
+        "\n    heads",
+        f"{_WEIGHTED}[unequal-causal]",
+    ),
+    Mutant(
+        "every token written to the first slot",
+        _ATTENTION,
+        " + tl.load(offset_ptr + row).to(tl.int64)",
+        "",
+        f"{_WRITTEN}[llama-torch.float32]",
+    ),
+    Mutant(
+        "heads beyond the last written",
+        _ATTENTION,
+        "(head < KV_HEADS) & (rk",
+        "(head < KV_HEADS + 1) & (rk",
+        f"{_WRITTEN}[capped-torch.float32]",
+    ),
+    Mutant(
+        "columns beyond a mask read",
+        _ATTENTION,
+        "position < num_keys, other",
+        "position < num_keys + 1, other",
+        f"{_PACKED}[31]",
+    ),
+    Mutant(
+        "the last visible key left out",
+        _ATTENTION,
+        "tl.where(seen, position + 1, 0)",
+        "tl.where(seen, position, 0)",
+        f"{_PACKED}[65]",
+    ),
+    Mutant(
+        "rows in no tile left as they are",
+        "paged_attention_gpu/call.py",
+        "torch.zeros if rows.is_padded else torch.empty",
+        "torch.empty",
+        f"{_ATTENTION_CHECK}::test_rows_in_no_tile_are_zero",
     ),
 )
 

@@ -53,10 +53,14 @@ def tile_for(
     """
     width = _power_of_two(max(key_dim, value_dim))
     many, block_n = _PREFILL_ROWS, 64 if width <= (128 if single else 64) else 32
+    if target.is_amd and width > 128:
+        many = 32  # more rows spill registers
     if item_bytes > 2:  # products of fp32 take registers instead of tensor cores
         many, block_n = 32 if width <= 128 else 16, 32 if width <= 64 else 16
     rows = 1 if single else max(1, many // group)
     block_m = _power_of_two(rows * group)
+    if block_m >= 128:
+        block_n = min(block_n, 32)
     key_bytes = block_n * (_power_of_two(key_dim) + _power_of_two(value_dim)) * item_bytes
     query_bytes = block_m * _power_of_two(key_dim) * item_bytes
     room = min(_MOST_SHARED_BYTES, target.shared_bytes) - query_bytes

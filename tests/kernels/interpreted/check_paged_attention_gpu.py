@@ -23,14 +23,14 @@ from tests.kernels.paged_rows import MASKS, TOLERANCE, Layer, Step, make_step, r
 CPU = torch.device("cpu")
 LAYERS = {
     "llama": Layer(),
-    "capped": Layer(softcap=2.0),
+    "capped": Layer(heads=9, kv_heads=3, softcap=2.0),
     "sinks": Layer(has_sinks=True, heads=6),
     "unequal": Layer(heads=4, kv_heads=4, key_dim=48, value_dim=20),
     "one KV head": Layer(heads=20, kv_heads=1, key_dim=16, value_dim=24, block_tokens=48),
     "wide": Layer(heads=3, kv_heads=1, key_dim=136, value_dim=80),
 }
 # A prompt, its continuation, decodes of several splits, and padding.
-PIECES = ((0, 37), (30, 18), (3, 1), (299, 1), (0, 1), (600, 1))
+PIECES = ((0, 37), (30, 18), (3, 1), (299, 1), (0, 1), (580, 1))
 PADDING = (3, 2, 1)
 
 
