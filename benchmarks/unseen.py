@@ -6,8 +6,8 @@
 
 Results are kept in a file beside FILE, and the same command goes on after an interruption. A seed draws
 arrivals, lengths and models of a load that is made, and the window, the requests that stay and the model of
-each in a trace (`benchmarks/trace_loads.py` names the files). Seeds begin with 36: of those before, some were
-seen while the default was made (to 10, 26, 27 and 31 to 35) and the others measured with earlier versions.
+each in a trace (`benchmarks/trace_loads.py` names the files). Seeds begin with 36: those before were seen
+while the default was made, or measured with earlier versions.
 """
 
 from __future__ import annotations
