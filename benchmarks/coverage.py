@@ -26,6 +26,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from enum import StrEnum
 from pathlib import Path
 from random import Random
@@ -112,6 +113,7 @@ class Row:
         return self.why.replace("|", "/") if self.why else ", ".join(self.features) or "–"
 
 
+_DEFAULT = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -129,6 +131,13 @@ def _long(width: int) -> dict[str, Any]:
 # What defaults leave out or switch off, and what they switch on that need not be.
 _SPECIAL = (
     Variant("bamba", "", {"attn_layer_indices": list(range(3, 32, 4))}),
+    *(
+        Variant(name, "as decoder", {"is_decoder": True})
+        for name in ("bert", "bert-generation", "electra", "ernie", "roc_bert")
+    ),
+    Variant("cohere_compass_text", "", {"rope_parameters": {"full_attention": _DEFAULT}}),
+    Variant("dbrx", "", {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 5e5}}),
+    Variant("falcon", "new decoder architecture", {"new_decoder_architecture": True, "num_kv_heads": 8}),
     Variant("granitemoehybrid", "", {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 8}),
     Variant("granitemoehybrid", "attention layers only", {"layer_types": ["attention"] * 32}),
     Variant("lfm2", "with convolutions", {"layer_types": ["conv", "full_attention"] * 16}),
@@ -359,9 +368,10 @@ def _short(error: Exception) -> str:
 _HEAD = """# Models
 
 The architectures that `TorchEngine` serves, by transformers' `model_type`, in brackets variants of one. Made
-by `python -m benchmarks.coverage --full --write` with transformers {version} and PyTorch {torch}; a test
-repeats a part of it. Default configs were tested, with biases, windows and grouped queries where they can be
-switched on. The config of a checkpoint may lead to another result: `hotswap models check DIRECTORY` tells it.
+by `python -m benchmarks.coverage --full --write` on {date} with transformers {version} and
+PyTorch {torch}; a test repeats a part of it. Default configs were tested, with biases, windows and grouped
+queries where they can be switched on. The config of a checkpoint may lead to another result:
+`hotswap models check DIRECTORY` tells it.
 
 - **Served exactly**: in fp32 every greedy token equals that of transformers' `generate` for the request
   alone, with chunked prompts and requests that are batched, aborted and continued, on a small random model.
@@ -391,7 +401,12 @@ _PARTS = {
 def render(rows: Sequence[Row]) -> str:
     """The page about models."""
     count = {str(outcome): sum(row.outcome is outcome for row in rows) for outcome in Outcome}
-    page = _HEAD.format(version=transformers.__version__, torch=torch.__version__.partition("+")[0], **count)
+    page = _HEAD.format(
+        date=f"{date.today():%-d %B %Y}",
+        version=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+        **count,
+    )
     for outcome, (title, last) in _PARTS.items():
         groups: dict[str, list[str]] = {}
         for row in rows:

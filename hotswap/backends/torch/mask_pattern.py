@@ -28,11 +28,18 @@ class MaskPattern:
     mask *function* instead, so that windows and chunks are the model's own and no config is parsed for them.
     """
 
+    ndim = 0
+    """What models that make another mask of a tensor with four dimensions look at."""
+
     def __init__(self, function: MaskFunction) -> None:
         self._function = function
         self._hidden: dict[tuple[int, int, int], Tensor] = {}
         self._seen: Seen | None = None
         self._words: Visible | None = None
+
+    def to(self, *_: object) -> MaskPattern:
+        """Return itself: some models convert their masks."""
+        return self
 
     def hidden(self, segment: Segment, first: int, last: int, num_keys: int) -> Tensor:
         """Return `[n, 1, last - first, 1, num_keys]` bools: the keys that are masked for these queries."""

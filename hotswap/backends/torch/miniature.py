@@ -55,7 +55,8 @@ _NAMES: tuple[tuple[int, str], ...] = (
     ),
     (
         _KV_HEADS,
-        "num_key_value_heads num_kv_heads n_kv_heads multi_query_group_num swa_num_key_value_heads "
+        "num_key_value_heads num_kv_heads n_kv_heads kv_n_heads multi_query_group_num "
+        "swa_num_key_value_heads "
         "num_global_key_value_heads linear_num_key_heads linear_num_value_heads "
         "linear_num_heads index_n_heads",
     ),
@@ -70,10 +71,10 @@ _NAMES: tuple[tuple[int, str], ...] = (
     (
         _WIDTH,
         "hidden_size n_embd d_model dim word_embed_proj_dim embedding_size lru_width emb_dim embedding_dim "
-        "attention_hidden_size backbone_hidden_size input_embedding_size out_hidden_size "
+        "backbone_hidden_size input_embedding_size out_hidden_size "
         "output_embedding_size hidden_size_global",
     ),
-    (2 * _WIDTH, "mamba_d_ssm"),
+    (2 * _WIDTH, "mamba_d_ssm attention_hidden_size"),
     (
         _INNER,
         "intermediate_size n_inner ffn_dim ffn_hidden_size d_ff dff dim_ff intermediate_size_mlp "

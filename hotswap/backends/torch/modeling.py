@@ -23,6 +23,7 @@ from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
 from hotswap.backends.torch.long_rope import choose_factors
+from hotswap.backends.torch.own_attention import has_own_attention, replace_attention, set_implementation
 from hotswap.backends.torch.recurrent.mixers import Mixer
 from hotswap.backends.torch.recurrent.mixers import attach as attach_mixers
 from hotswap.backends.torch.row_positions import tell_positions
@@ -97,6 +98,7 @@ class Skeleton:
         self._fp8_linears: tuple[Fp8Linear, ...] = ()
         on_cpu = device.type == "cpu"
         self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
+        replace_attention(self.module)
         self._fused: tuple[Fused, ...] = fuse(self.module) if on_cpu else ()
         self._fused += tell_positions(self.module)
         chosen, self.long_rope = choose_factors(self.module)
@@ -195,7 +197,7 @@ class Skeleton:
     @contextmanager
     def eager(self) -> Generator[None]:
         """Run the model's own eager attention and its own unfused operations within the block."""
-        self.module.set_attn_implementation("eager")
+        set_implementation(self.module, "eager")
         for fused in self._fused:
             fused.detach()
         try:
@@ -203,7 +205,7 @@ class Skeleton:
         finally:
             for fused in self._fused:
                 fused.attach()
-            self.module.set_attn_implementation(attention.IMPLEMENTATION)
+            set_implementation(self.module, attention.IMPLEMENTATION)
 
 
 @dataclass(slots=True)
@@ -334,12 +336,16 @@ def _build(config: Any, device: torch.device) -> Any:
         with _meta_parameters():
             # In fp32: another dtype would temporarily change the default of the whole process. Parameters get
             # their dtype when they are bound.
-            module: Any = models.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=attention.IMPLEMENTATION,
-                trust_remote_code=False,
-            )
+            options = {"dtype": torch.float32, "trust_remote_code": False}
+            try:
+                module: Any = models.from_config(
+                    config, attn_implementation=attention.IMPLEMENTATION, **options
+                )
+            except KeyError:  # a model that chooses classes by the implementation
+                module = models.from_config(config, attn_implementation="eager", **options)
+                if not has_own_attention(module):
+                    raise
+                set_implementation(module, attention.IMPLEMENTATION)
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, ImportError) as exc:
         raise UnsupportedModel(
             f"transformers cannot build a causal language model of type {config.model_type!r} ({exc}); "

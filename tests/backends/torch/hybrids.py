@@ -60,6 +60,16 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         linear_head_dim=16,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
+    "zamba2": lambda: transformers.Zamba2Config(
+        **COMMON | {"num_key_value_heads": 4},
+        mamba_d_state=16,
+        mamba_ngroups=2,
+        n_mamba_heads=4,
+        num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid", "hybrid"],
+        use_shared_attention_adapter=True,
+        adapter_rank=8,
+    ),
     "jamba": lambda: transformers.JambaConfig(
         **COMMON,
         num_experts=2,

@@ -34,7 +34,7 @@ LATE: dict[str, tuple[Callable[[], Any], str]] = {
     "adds a tensor to its masks": (lambda: transformers.DogeConfig(), "masks"),
     "sees what comes later": (lambda: transformers.BertConfig(), "causal"),
     "attends twice a layer": (lambda: transformers.DiffLlamaConfig(), "times"),
-    "has attention of its own": (lambda: transformers.BloomConfig(), "of its own"),
+    "has attention of its own": (lambda: transformers.XGLMConfig(), "of its own"),
 }
 
 
@@ -115,7 +115,12 @@ def test_an_ignored_feature_is_detected_at_real_sizes(
 
 async def test_an_architecture_is_refused_before_weights_are_read() -> None:
     store = DictStore()
-    store.add("m", make_model(transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)))
+    store.add(
+        "m",
+        make_model(
+            transformers.XGLMConfig(vocab_size=128, d_model=64, ffn_dim=64, num_layers=2, attention_heads=4)
+        ),
+    )
     read: list[int] = []
     store.on_chunk = lambda model, index: read.append(index)
     async with TorchEngine("e0", kv_tokens=256, threads=1) as engine:
@@ -132,7 +137,7 @@ def test_a_config_is_checked_once_per_process(monkeypatch: pytest.MonkeyPatch) -
         compatibility.check_config(text(CONFIGS["llama"](), rms_norm_eps=3e-6, _name_or_path="other"))
         is Verdict.EXACT
     )
-    refused = text(transformers.BloomConfig(), n_layer=3)
+    refused = text(transformers.XGLMConfig(), num_layers=3)
     for _ in range(2):
         with pytest.raises(UnsupportedModel):
             compatibility.check_config(refused)

@@ -21,6 +21,7 @@ from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import linear_layers
+from hotswap.backends.torch.own_attention import replace_attention, set_implementation
 from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.backends.torch.recurrent import StatePool
 from hotswap.backends.torch.recurrent.mixers import attach
@@ -38,10 +39,13 @@ Logits = dict[tuple[int, int], Tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss", "bloom", "gpt_neo"]
+)
 def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: torch.dtype) -> None:
     random = Random(3)
-    model = _paged(make_model(architecture, dtype=dtype))
+    config = zoo.OWN_ATTENTION[architecture]() if architecture in zoo.OWN_ATTENTION else architecture
+    model = _paged(make_model(config, dtype=dtype))
     cache = PackedCache(1 << 30)
     packed = cache.acquire(None, linear_layers(model))
     # One is longer than a chunk of values, and longer than every window.
@@ -185,7 +189,8 @@ def test_without_the_invariant_mode_bits_depend_on_the_batch() -> None:
 
 def _paged(model: Any) -> Any:
     attention.register()
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    replace_attention(model)
+    set_implementation(model, attention.IMPLEMENTATION)
     return model
 
 

@@ -33,8 +33,8 @@ REFUSED: dict[str, Any] = {
     "state in a cache of its own": lambda: transformers.RwkvConfig(
         vocab_size=128, hidden_size=64, attention_hidden_size=64, num_hidden_layers=2
     ),
-    "attention of its own": lambda: transformers.BloomConfig(
-        vocab_size=128, hidden_size=64, n_layer=2, n_head=4
+    "attention of its own": lambda: transformers.XGLMConfig(
+        vocab_size=128, d_model=64, ffn_dim=64, num_layers=2, attention_heads=4
     ),
     "two attentions a layer": lambda: transformers.DiffLlamaConfig(**COMMON),
     "no causal mask": lambda: transformers.BertConfig(

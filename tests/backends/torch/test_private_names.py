@@ -179,6 +179,25 @@ def recurrent_layers_call_functions_by_these_names() -> None:
         assert set(RECURRENCES) & set(forward.__code__.co_names) == recurrences, name
 
 
+def models_with_attention_of_their_own_have_these_parts() -> None:
+    parts = {
+        "bloom.modeling_bloom.BloomAttention": {"_reshape"},
+        "codegen.modeling_codegen.CodeGenAttention": {"_attn"},
+        "falcon.modeling_falcon.FalconAttention": {"_split_heads"},
+        "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": {"_attn"},
+        "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": {"_attn"},
+        "gptj.modeling_gptj.GPTJAttention": {"_attn"},
+        "mpt.modeling_mpt.MptAttention": set[str](),
+        "openai.modeling_openai.Attention": {"_attn"},
+    }
+    for path, methods in parts.items():
+        module, _, name = path.rpartition(".")
+        assert methods <= vars(getattr(import_module(f"transformers.models.{module}"), name)).keys(), name
+    config: Any = CONFIGS["llama"]()
+    config._attn_implementation_internal = "eager"
+    assert config._attn_implementation == "eager"
+
+
 # By the private names, or the modules without a promise, that each check covers.
 CHECKS: dict[Callable[[], None], tuple[str, ...]] = {
     module_keeps_what_it_has_in_dicts: ("_buffers", "_non_persistent_buffers_set", "_parameters"),
@@ -200,6 +219,9 @@ CHECKS: dict[Callable[[], None], tuple[str, ...]] = {
     experts_have_several_implementations: (),
     attention_and_masks_can_be_registered: ("transformers.pytorch_utils",),
     recurrent_layers_call_functions_by_these_names: ("transformers.activations",),
+    models_with_attention_of_their_own_have_these_parts: (
+        *("_attn", "_attn_implementation_internal", "_reshape", "_split_heads"),
+    ),
 }
 # Documented, or of Python itself.
 PUBLIC = {"_exit", "numba.extending", "torch.nn", "torch.overrides", "torch.distributed"}

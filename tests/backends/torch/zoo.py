@@ -97,6 +97,48 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "eos_token_id": None,
+}
+_FALCON: dict[str, Any] = {key: value for key, value in COMMON.items() if "key_value" not in key}
+
+OWN_ATTENTION: dict[str, Callable[[], Any]] = {
+    # With five heads, whose slopes are those of eight and some between.
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=80, n_layer=3, n_head=5, eos_token_id=None
+    ),
+    "codegen": lambda: transformers.CodeGenConfig(**_GPT, rotary_dim=8, n_positions=1024),
+    "falcon": lambda: transformers.FalconConfig(**_FALCON),
+    "falcon with grouped queries": lambda: transformers.FalconConfig(
+        **_FALCON, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    # Its attention has no scale, and every second layer a window.
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=24,
+        max_position_embeddings=1024,
+        eos_token_id=None,
+    ),
+    "gpt_neox_japanese": lambda: transformers.GPTNeoXJapaneseConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, eos_token_id=None
+    ),
+    "gptj": lambda: transformers.GPTJConfig(**_GPT, rotary_dim=8, n_positions=1024),
+    "mpt": lambda: transformers.MptConfig(
+        vocab_size=VOCABULARY, d_model=64, n_layers=3, n_heads=4, max_seq_len=1024, eos_token_id=None
+    ),
+    "openai-gpt": lambda: transformers.OpenAIGPTConfig(**_GPT, n_positions=1024),
+}
+"""Configs of models with attention code of their own."""
+
+
 def make_model(
     config: str | Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, sharpness: float | None = None
 ) -> Any:
