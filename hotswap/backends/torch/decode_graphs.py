@@ -228,7 +228,9 @@ def graphs_for(
     skeleton: Skeleton, cache: KVCache, steps: StepOptions, max_requests: int
 ) -> DecodeGraphs | None:
     """Return what runs the decode steps of a model by graphs; `None` if nothing is to."""
-    if steps.gpu_steps != "graphs" or not cache.has_kernels or skeleton.mixers:
+    if steps.gpu_steps != "graphs" or not cache.has_kernels:
+        return None
+    if skeleton.mixers or skeleton.long_rope:  # steps that have more than these numbers
         return None
     return DecodeGraphs(skeleton.module, cache, max_requests)
 

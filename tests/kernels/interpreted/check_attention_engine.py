@@ -13,6 +13,7 @@ import torch
 
 from hotswap import Sampling
 from hotswap.backends.torch import TorchEngine, device_attention
+from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.forward import Piece, assemble
 from hotswap.backends.torch.gathered import Gathering
 from hotswap.backends.torch.kv import KVCache
@@ -74,6 +75,9 @@ async def test_tokens_equal_generate_and_nothing_is_gathered(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New blocks hold NaN in keys and values, and nothing clears them."""
+    store = DictStore()
+    card = store.add(architecture, make_model(architecture))
+    check_config((await store.manifest(card.id)).config)  # once per process, on a CPU, where it gathers
     empty, attend, error = KVCache._empty, Gathering.attend, device_attention._error
     in_trial: list[bool] = []
 
@@ -154,7 +158,7 @@ def test_a_step_sends_its_integers_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_step_without_tiles_of_a_size_makes_them() -> None:
     """The first step of a model, whose layers have asked for none yet."""
-    cache = KVCache(40, 16, CPU)
+    cache = KVCache(40, 16, CPU, by_kernels=True)
     for pieces in ([Piece([1], 30, [3, 4], True)], [Piece([1] * 9, 0, [5], True)], []):
         step = assemble(pieces, cache, invariant=False).step
         assert step.on_device is not None

@@ -115,12 +115,14 @@ async def test_a_model_whose_steps_cannot_be_captured_is_served_launch_by_launch
 
 
 def test_no_graph_is_made_unless_asked_for(made: list[DecodeGraphs]) -> None:
-    skeleton: Any = SimpleNamespace(module=torch.nn.Identity(), mixers=())
+    skeleton: Any = SimpleNamespace(module=torch.nn.Identity(), mixers=(), long_rope=None)
     cache = KVCache(4, 16, torch.device("cpu"), by_kernels=True)
     for gpu_steps in get_args(GpuSteps):
         found = graphs_for(skeleton, cache, StepOptions(16, invariant=False, gpu_steps=gpu_steps), 8)
         assert (found is not None) == (gpu_steps == "graphs")
     assert len(made) == 1
+    skeleton.mixers = ("a layer with a state",)
+    assert graphs_for(skeleton, cache, StepOptions(16, invariant=False, gpu_steps="graphs"), 8) is None
 
 
 @pytest.mark.parametrize("most", [1, 5, 8, 64])
