@@ -78,8 +78,10 @@ def test_the_interpreter_runs_them() -> None:
     assert has_kernels(CPU)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", LAYERS)
+# All layers with one mask, and all masks with one layer: the interpreter is slow.
+@pytest.mark.parametrize(
+    ("name", "mask"), [*((name, "causal") for name in LAYERS), *(("capped", mask) for mask in MASKS)]
+)
 def test_every_row_gets_the_weighted_sum_of_its_values(name: str, mask: str) -> None:
     step = make_step(LAYERS[name], PIECES, mask=mask, padding=PADDING)
     compare(step)
@@ -87,13 +89,13 @@ def test_every_row_gets_the_weighted_sum_of_its_values(name: str, mask: str) -> 
     assert not run(step)[blind].any(), "a row without keys is zero"
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["llama", "unequal"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_are_not_rounded(dtype: torch.dtype, name: str) -> None:
     compare(make_step(replace(LAYERS[name], dtype=dtype), PIECES, padding=PADDING))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     heads=st.sampled_from([(4, 4), (6, 2), (7, 1), (40, 1)]),
     dims=st.tuples(st.integers(3, 70), st.integers(3, 70)),
