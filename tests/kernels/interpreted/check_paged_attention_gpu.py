@@ -80,7 +80,8 @@ def test_the_interpreter_runs_them() -> None:
 
 # All layers with one mask, and all masks with one layer: the interpreter is slow.
 @pytest.mark.parametrize(
-    ("name", "mask"), [*((name, "causal") for name in LAYERS), *(("capped", mask) for mask in MASKS)]
+    ("name", "mask"),
+    [*((name, "causal") for name in LAYERS), *(("llama", mask) for mask in MASKS if mask != "causal")],
 )
 def test_every_row_gets_the_weighted_sum_of_its_values(name: str, mask: str) -> None:
     step = make_step(LAYERS[name], PIECES, mask=mask, padding=PADDING)
