@@ -77,8 +77,8 @@ class DecodeGraphs:
     """Runs steps in which every request has one token by graphs.
 
     The first step of a number of rows and keys runs launch by launch, and builds the kernels; the second is
-    captured. Numbers of rows are powers of two and halves between them, those of keys powers of two. If a
-    capture fails, as that of a model that reads on the host within a step, all steps of the model run launch
+    captured. Numbers of rows are powers of two and halves between them, those of keys powers of two. If
+    either fails, as where a layer gathers its blocks or reads on the host, all steps of the model run launch
     by launch from then on, and a warning says why.
 
     Not thread-safe: for the thread that runs the steps.
@@ -87,17 +87,14 @@ class DecodeGraphs:
         model: The modules.
         cache: Their KV cache, which attention reads in place.
         max_rows: The most requests of a step.
-        make_graph: Makes a graph.
 
     Attributes:
         num_replayed: How many steps were run by a graph.
     """
 
-    def __init__(
-        self, model: nn.Module, cache: KVCache, max_rows: int, make_graph: Callable[[], Graph] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, cache: KVCache, max_rows: int) -> None:
         self._model, self._cache, self._max_rows = model, cache, max_rows
-        self._make_graph = make_graph or _cuda_graphs()
+        self._make_graph = _cuda_graphs()
         self._steps: OrderedDict[tuple[int, int], _PaddedStep] = OrderedDict()
         self._is_off = False
         self.num_replayed = 0
@@ -117,22 +114,18 @@ class DecodeGraphs:
                 self._steps.popitem(last=False)
         self._steps[size] = step
         step.fill(pieces)
-        if not step.has_run:
-            return step.run()[: len(pieces)]
-        if not step.is_captured and not self._capture(step):
+        try:
+            if not step.has_run:
+                return step.run()[: len(pieces)]
+            if not step.is_captured:
+                step.capture(self._make_graph())
+        except Exception as exc:  # of any layer, PyTorch or CUDA: the step is computed anew without a graph
+            log.warning("The model's decode steps cannot be graphs, and are launched one by one: %r", exc)
+            self._is_off = True
+            self._steps.clear()
             return None
         self.num_replayed += 1
         return step.replay()[: len(pieces)]
-
-    def _capture(self, step: _PaddedStep) -> bool:
-        try:
-            step.capture(self._make_graph())
-        except Exception as exc:
-            log.warning("The model's steps cannot be captured, and are launched kernel by kernel: %r", exc)
-            self._is_off = True
-            self._steps.clear()
-            return False
-        return True
 
 
 class _PaddedStep:

@@ -17,7 +17,6 @@ from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.forward import Piece, assemble
 from hotswap.backends.torch.gathered import Gathering
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.step_options import GpuSteps
 from hotswap.kernels.calls import Call
 from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
@@ -47,9 +46,7 @@ def _kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device_attention.is_right.cache_clear()
 
 
-async def serve(
-    architecture: str, gpu_steps: GpuSteps = "in_place"
-) -> tuple[list[list[int]], list[list[int]]]:
+async def serve(architecture: str) -> tuple[list[list[int]], list[list[int]]]:
     """Return the tokens of an engine, and those of `generate`."""
     random, model, store = Random(1), make_model(architecture), DictStore()
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in LENGTHS]
@@ -63,7 +60,7 @@ async def serve(
         token_budget=48,
         max_requests=8,
         threads=1,
-        gpu_steps=gpu_steps,
+        gpu_steps="in_place",
     ) as engine:
         await engine.load(card, store)
         return await run_clients(engine, plans), expected

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hotswap import Sampling
-from hotswap.backends.torch import TorchEngine, decode_graphs, device_attention
+from hotswap.backends.torch import TorchEngine, attention, decode_graphs, device_attention
 from hotswap.backends.torch.decode_graphs import DecodeGraphs, graphs_for
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.step_options import GpuSteps, StepOptions
@@ -110,7 +110,16 @@ async def test_a_model_whose_steps_cannot_be_captured_is_served_launch_by_launch
     with caplog.at_level(logging.WARNING, "hotswap"):
         received, expected = await serve("llama", (2, 5), 4)
     assert received == expected
-    assert sum("cannot be captured" in record.getMessage() for record in caplog.records) == 1
+    assert sum("cannot be graphs" in record.getMessage() for record in caplog.records) == 1
+    assert [graphs.num_replayed for graphs in made] == [0]
+
+
+async def test_a_model_whose_layers_gather_after_a_failed_trial_is_served_without_graphs(
+    made: list[DecodeGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "is_right", lambda kind: False)
+    received, expected = await serve("llama", (2, 5), 4)
+    assert received == expected
     assert [graphs.num_replayed for graphs in made] == [0]
 
 
