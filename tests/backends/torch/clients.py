@@ -10,6 +10,9 @@ import anyio
 
 from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.abc import Engine
+from hotswap.backends.torch import TorchEngine
+
+MAX_RUNS = 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,20 @@ async def run_clients(engine: Engine, plans: Sequence[ClientPlan]) -> list[list[
         for index in range(len(plans)):
             tasks.start_soon(client, index)
     return received
+
+
+async def run_until_preempted(
+    engine: TorchEngine, plans: Sequence[ClientPlan], expected: Sequence[Sequence[int]]
+) -> None:
+    """Run the plans until the engine has preempted a request, and compare the tokens of each run.
+
+    Which requests run at the same time depends on the machine: on a busy one, few of a run may do.
+    """
+    for _ in range(MAX_RUNS):
+        assert await run_clients(engine, plans) == expected
+        if engine.num_preempted:
+            return
+    raise AssertionError("too many blocks: the test must preempt")
 
 
 async def _read(
