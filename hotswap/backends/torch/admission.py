@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from hotswap.backends.servable import most_tokens
 from hotswap.backends.torch.adapters.slots import AdapterSlot
-from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.prompt_logprobs import PromptScores
 from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.sequence import Sequence
 from hotswap.request import Request
 
 __all__ = ["to_sequence"]

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hotswap.backends.torch.batcher import Batcher, Chunk, Sequence
+from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.masks import Masks, MaskThread
 from hotswap.backends.torch.sampling import Choice, sample
+from hotswap.backends.torch.sequence import Chunk, Sequence
 from hotswap.errors import HotswapError, InstanceError
 from hotswap.request import FinishReason, ScoredPrompt, TokenLogprob
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeAlias
 import torch
 
 from hotswap.backends.torch import throttle
-from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.runner import Report, Runner
+from hotswap.backends.torch.sequence import Sequence
 
 __all__ = ["Job", "Pieces", "Worker"]
 

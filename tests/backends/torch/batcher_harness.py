@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 
 from hotswap import Sampling
-from hotswap.backends.torch.batcher import Batcher, Plan, Sequence
+from hotswap.backends.torch.batcher import Batcher, Plan
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.sequence import Sequence
 
 Slot = tuple[bytes, tuple[int, ...]]
 

@@ -19,10 +19,11 @@ from hypothesis.stateful import (
 
 from hotswap.backends.torch import batcher as batching
 from hotswap.backends.torch import prefix
-from hotswap.backends.torch.batcher import Batcher, Chunk, Plan, Sequence
+from hotswap.backends.torch.batcher import Batcher, Plan
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.prompt_logprobs import PromptScores
+from hotswap.backends.torch.sequence import Chunk, Sequence
 from tests.backends.torch.batcher_harness import BatcherHarness, make
 
 BLOCK = 16

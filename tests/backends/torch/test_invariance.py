@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotswap import Sampling
 from hotswap.backends.torch import attention
-from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward, Piece, Work, assemble
 from hotswap.backends.torch.kv import KVCache
@@ -26,6 +26,7 @@ from hotswap.backends.torch.packed_cache import PackedCache
 from hotswap.backends.torch.recurrent import StatePool
 from hotswap.backends.torch.recurrent.mixers import attach
 from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.sequence import Sequence
 from hotswap.kernels import packed_linear
 from tests.backends.torch import zoo
 from tests.backends.torch.hybrids import HYBRIDS, make_hybrid

@@ -10,12 +10,13 @@ import torch
 
 from hotswap import Sampling
 from hotswap.backends.torch import attention, kv
-from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.sequence import Sequence
 from tests.backends.torch.zoo import generate, make_model
 
 CPU = torch.device("cpu")

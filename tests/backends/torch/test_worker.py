@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from hotswap import Sampling
-from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces, Worker
 from tests.patience import PATIENCE_S
 

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.blocks import BlockPool, Content
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted
 from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces
 from hotswap.migration import CachedKV, KVLayout, KVPages
 from hotswap.request import AdapterId, ModelId

@@ -11,9 +11,9 @@ from anyio.lowlevel import checkpoint
 from torch import Tensor
 
 from hotswap.backends.life import Life
-from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces, Worker
 from hotswap.errors import MigrationAborted
 from hotswap.migration import KVLayout

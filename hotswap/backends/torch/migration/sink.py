@@ -13,11 +13,11 @@ from anyio.lowlevel import checkpoint
 from torch import Tensor
 
 from hotswap.backends.torch.adapters.slots import AdapterSlot
-from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.context import PIECE_BYTES, Announced, MigrationContext, aborted, beside
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
 from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces
 from hotswap.migration import KVLayout, KVPages, KVSink
 from hotswap.request import Request

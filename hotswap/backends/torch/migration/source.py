@@ -11,10 +11,10 @@ import torch
 from anyio.lowlevel import checkpoint
 from torch import Tensor
 
-from hotswap.backends.torch.batcher import Sequence
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted, beside
 from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces
 from hotswap.migration import KVLayout, KVPages, KVSource, Stopped
 

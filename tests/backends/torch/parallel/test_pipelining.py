@@ -12,12 +12,13 @@ from torch import Tensor
 
 from hotswap import Sampling
 from hotswap.backends.torch import attention
-from hotswap.backends.torch.batcher import Batcher, Sequence
+from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import Forward, LocalForward, Work
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sampling import Sampler
+from hotswap.backends.torch.sequence import Sequence
 from tests.backends.torch.parallel.support import make_prompts
 from tests.backends.torch.zoo import generate, make_model
 
