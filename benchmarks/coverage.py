@@ -385,6 +385,10 @@ the check gives tokens the experts that they get with the model's own attention,
 routers too. The log has what it held. Experts whose rows are no multiple of 16 bytes are multiplied one by
 one.
 
+RoPE factors that depend on the length of a text (`longrope`, dynamic RoPE) are chosen for each request: it
+gets the factors that `generate` gives it alone, whatever else is in the batch. KV blocks of these models do
+not move between engines. Requests with recurrent states [move with them](engine.md#recurrent-states).
+
 `VllmEngine` serves what [vLLM](vllm.md) does, and `LlamaCppEngine` GGUF files of [llama.cpp](llamacpp.md)'s
 architectures. Which kinds of quantised checkpoints each reads is [another table](#kinds-of-checkpoints).
 

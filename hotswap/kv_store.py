@@ -48,7 +48,7 @@ class KVPrefix:
         self.layout, self.tokens = layout, tuple(tokens)
         self.num_full = len(self.tokens) // layout.block_tokens
         identity = (salt, layout.weights, layout.adapter, layout.block_tokens, layout.layers)
-        self._keys = [_digest(repr((*identity, layout.block_bytes)).encode())]
+        self._keys = [_digest(repr((*identity, layout.block_bytes, layout.states)).encode())]
 
     @property
     def num_blocks(self) -> int:

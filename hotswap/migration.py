@@ -6,6 +6,9 @@ blocks are a prefix that the destination need not compute. The request itself mo
 an eviction, and blocks that are missing at the destination are computed again: no error with blocks can lose
 a token.
 
+Recurrent states change with every token, so they are copied once, after the last blocks of a request that has
+stopped. Blocks without the states are of no use to a model that has some.
+
     source       EXPORTING --stop--> STOPPED --release--> gone       left before release: decodes on
     destination  RESERVED --write--> ... --commit--> COMMITTED       left, or a timeout: freed
 """
@@ -48,6 +51,8 @@ class KVLayout:
         block_tokens: Tokens per block.
         layers: For each layer `(kv_heads, key_dim, value_dim, dtype)`.
         block_bytes: Bytes of one block, all layers.
+        states: Each recurrent state of a request: `(layer, shape, dtype)`. None for most models.
+        state_bytes: Bytes of the states of one request, all layers.
     """
 
     model: ModelId
@@ -56,11 +61,16 @@ class KVLayout:
     block_tokens: int
     layers: tuple[tuple[int, int, int, str], ...]
     block_bytes: int
+    states: tuple[tuple[int, tuple[int, ...], str], ...] = ()
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVPages:
     """The content of consecutive blocks of one request.
+
+    Of a layout with states, pages that end with the last computed token of a stopped request have its states
+    after the blocks, `state_bytes` more.
 
     Attributes:
         first_block: The index of the first of the blocks in the request, from 0.
@@ -100,7 +110,11 @@ class KVSource(ABC):
 
     @abstractmethod
     async def num_tokens(self) -> int:
-        """Return how many tokens are in KV blocks now. Never shrinks while the source is open."""
+        """Return how many tokens are in KV blocks now. Never shrinks while the source is open.
+
+        With recurrent states it is one token fewer, so that a token is left to be copied after the stop, and
+        the states with it.
+        """
 
     @abstractmethod
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
@@ -156,10 +170,10 @@ class KVSink(ABC):
 
     @abstractmethod
     async def reserve(self, num_tokens: int) -> None:
-        """Reserve blocks for `num_tokens` tokens in total, present blocks included.
+        """Reserve blocks for `num_tokens` tokens in total, present blocks included, and room for its states.
 
         Raises:
-            MigrationAborted: too few blocks are free.
+            MigrationAborted: too few blocks are free, or there is no room for more states.
         """
 
     @abstractmethod
@@ -171,6 +185,7 @@ class KVSink(ABC):
         """Make the blocks available to a stream of the request that is opened from now on.
 
         `tokens` are all tokens of the request, prompt included. The blocks are kept until the sink is left.
+        With recurrent states they are available once, and only if the states were written after them.
         """
 
 

@@ -56,7 +56,8 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
     def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
         num_tokens = max(1, len(prefix.tokens))
         worth = prefill_s / (num_tokens * max(1, prefix.layout.block_bytes)) * prefix.layout.block_tokens
-        is_worth_it = not copy_s or copy_s < prefill_s
+        # Blocks without recurrent states are of no use to a model that has some.
+        is_worth_it = (not copy_s or copy_s < prefill_s) and not prefix.layout.state_bytes
         takes_room = self._entered and is_worth_it and self.takes(prefix.layout.block_bytes)
         return _Put(self, self._index, prefix, worth=worth, takes_room=takes_room)
 

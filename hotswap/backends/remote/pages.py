@@ -4,9 +4,14 @@ One end wants to read or write the blocks of a move, the other is the host that 
 sink. The first message names the move by its key, which the host has told its controller alone.
 
     pages     the key of the move
-    read      the first block, how many tokens     ->  done, with the blocks
-    write     the same, with the blocks            ->  done
+    read      the first block, how many tokens     ->  done, with the blocks, and how many bytes are left
+    rest                                           ->  the same, with the next of those bytes
+    part      the first bytes of a write           ->  done
+    write     the first block, how many tokens, with the blocks  ->  done
     commit    all tokens of the request            ->  done
+
+Calls have as many blocks as a payload takes. Recurrent states follow the last of them; if these are too large
+for it, they come in parts.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ class PageLink:
 
     def __init__(self, channel: Channel, layout: KVLayout) -> None:
         self._channel, self._layout = channel, layout
-        self._num_calls = 0
+        self._num_calls = self._num_left = 0  # calls, and bytes that the last answer had no room for
         self.is_closed = False
 
     async def open(self, key: str) -> None:
@@ -58,20 +63,38 @@ class PageLink:
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
         """Read blocks; they are valid until the next read. Errors are those of `KVSource.read`."""
         parts = list(self._parts(first_block, num_tokens))
-        if len(parts) == 1:
-            return KVPages(first_block, num_tokens, await self._call("read", *parts[0]))
-        data = bytearray()
-        for part in parts:
+        whole = await self._call("read", *parts[0])
+        if len(parts) == 1 and not self._num_left:
+            return KVPages(first_block, num_tokens, whole)
+        data = bytearray(whole)
+        await self._read_rest(data)
+        for part in parts[1:]:
             data += await self._call("read", *part)
+            await self._read_rest(data)
         return KVPages(first_block, num_tokens, memoryview(data))
+
+    async def _read_rest(self, data: bytearray) -> None:
+        """Append the bytes that the last answer had no room for."""
+        most = wire.most_bytes(self._layout, self._channel)
+        while self._num_left:
+            if not 0 < self._num_left <= most:
+                await self.aclose()
+                raise link_broken(f"the other end has {self._num_left:,} bytes more of {most:,}")
+            most = self._num_left - 1
+            data += await self._call("rest", 0, 0)
 
     async def write(self, pages: KVPages) -> None:
         """Write blocks. Errors are those of `KVSink.write`."""
         at, block_bytes = 0, self._layout.block_bytes
-        for first_block, num_tokens in self._parts(pages.first_block, pages.num_tokens):
+        parts, most = list(self._parts(pages.first_block, pages.num_tokens)), self._channel.max_payload_bytes
+        for number, (first_block, num_tokens) in enumerate(parts, start=1):
             size = -(-num_tokens // self._layout.block_tokens) * block_bytes
-            await self._call("write", first_block, num_tokens, pages.data[at : at + size])
-            at += size
+            end = at + size if number < len(parts) else len(pages.data)  # with states
+            while end - at > most:
+                await self._call("part", 0, 0, pages.data[at : at + most])
+                at += most
+            await self._call("write", first_block, num_tokens, pages.data[at:end])
+            at = end
 
     async def commit(self, tokens: Sequence[int]) -> None:
         """Commit what was written. Errors are those of `KVSink.commit`."""
@@ -118,7 +141,10 @@ class PageLink:
         if answer.number != self._num_calls or answer.verb not in ("done", "failed"):
             raise ProtocolError(f"{answer.verb[:40]!r} was answered to call {answer.number}")
         with wire.protocol_errors():
-            return error_of(answer.fields.record("error")) if answer.verb == "failed" else None
+            if answer.verb == "failed":
+                return error_of(answer.fields.record("error"))
+            self._num_left = answer.fields.size("left")
+        return None
 
 
 async def serve_pages(end: KVSource | KVSink, channel: Channel) -> None:
@@ -127,25 +153,38 @@ async def serve_pages(end: KVSource | KVSink, channel: Channel) -> None:
     Raises:
         MigrationAborted: the link has ended.
     """
+    most, rest, parts = channel.max_payload_bytes, memoryview(b""), bytearray()
     while True:
         frame = await channel.receive(max_message_bytes=_MAX_CALL_BYTES)
         async with _broken_by_nonsense(channel):
             message = wire.unpack(frame.message)
             first_block, num_tokens = wire.size(message, "first_block"), wire.size(message, "num_tokens")
             data: memoryview | None = None
-            answer = wire.pack("done", message.number)
+            answer = b""
             try:
                 match message.verb, end:
                     case "read", KVSource():
-                        data = (await end.read(first_block, num_tokens)).data
+                        rest = memoryview(b"")
+                        rest = (await end.read(first_block, num_tokens)).data
+                        data, rest = rest[:most], rest[most:]
+                    case "rest", KVSource():
+                        data, rest = rest[:most], rest[most:]
+                    case "part", KVSink():
+                        parts += frame.payload
+                        if len(parts) > wire.most_bytes(end.layout, channel):
+                            raise ProtocolError(f"{len(parts):,} bytes are more than blocks and states")
                     case "write", KVSink():
-                        await end.write(KVPages(first_block, num_tokens, frame.payload))
+                        written = memoryview(parts + frame.payload) if parts else frame.payload
+                        parts = bytearray()
+                        await end.write(KVPages(first_block, num_tokens, written))
                     case "commit", KVSink():
                         await end.commit(await tokens_in(bytes(frame.payload)))
                     case verb, _:
                         raise ProtocolError(f"{verb[:40]!r} is no call to a {type(end).__name__}")
             except HotswapError as exc:
                 answer = wire.pack("failed", message.number, error=failure(exc))
+            else:
+                answer = wire.pack("done", message.number, left=len(rest))
         with anyio.fail_after(_ANSWER_S):
             await channel.send(answer, data)
 

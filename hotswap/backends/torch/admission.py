@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hotswap.backends.servable import most_tokens
 from hotswap.backends.torch.adapters.slots import AdapterSlot
+from hotswap.backends.torch.arrival import Announced
 from hotswap.backends.torch.loading import LoadedModel
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.prefix import root_key
@@ -25,7 +26,7 @@ def to_sequence(
     *,
     weights: str,
     constraint: Constraint | None = None,
-    keys_of: Callable[[Request, bytes], tuple[bytes, ...]] | None = None,
+    announced: Callable[[Request, bytes], Announced | None] = lambda request, root: None,
 ) -> Sequence:
     """Return the sequence of a request.
 
@@ -38,8 +39,7 @@ def to_sequence(
         adapter: The slot of its adapter; `None` without one.
         weights: Identifies the weights that compute it, for `root_key`.
         constraint: The state of its grammar after these tokens; `None` without one.
-        keys_of: Returns the prefix keys of its first blocks, as far as they were computed already, given the
-            request and its root key; `None` if there are none.
+        announced: Returns what was announced of it, given the request and its root key; `None` if nothing.
     """
     free = request.sampling.ignore_eos and constraint is None  # a complete grammar ends the generation
     eos = frozenset[int]() if free else model.eos_token_ids
@@ -50,7 +50,7 @@ def to_sequence(
     if rope is not None:  # keys of equal tokens differ with the factors that their first tokens have
         long_root = root_key(f"{weights} long", b"" if adapter is None else adapter.key)
         root = long_root if rope.is_long(len(request.prompt), len(tokens)) else root
-    keys = [] if keys_of is None else list(keys_of(request, root))
+    arriving = announced(request, root)
     return Sequence(
         ticket=ticket,
         tokens=tokens,
@@ -62,9 +62,10 @@ def to_sequence(
         adapter=adapter,
         priority=request.priority,
         root=root,
-        keys=keys,
+        keys=[] if arriving is None else list(arriving.keys),
         scores=_scores(request),
-        has_arrived=bool(keys),
+        has_arrived=arriving is not None and bool(arriving.keys or arriving.arrival),
+        arrival=None if arriving is None else arriving.arrival,
         long_rope=rope,
         long_root=long_root,
     )

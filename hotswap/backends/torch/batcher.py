@@ -17,6 +17,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import chain
 
+from hotswap.backends.torch.arrival import Arrival
 from hotswap.backends.torch.blocks import BlockPool, Copy
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS
 from hotswap.backends.torch.kv import blocks_for
@@ -142,6 +143,14 @@ class Batcher:
             self.parked.remove(sequence)
             insort(self.running, sequence, key=self._rank)
 
+    def reserve_slot(self) -> int | None:
+        """Take the slot of a request that arrives, which counts to `max_requests`; `None` if none is free."""
+        return self._free_slots.pop() if self._free_slots else None
+
+    def free_slot(self, slot: int) -> None:
+        """Give back a slot that was reserved."""
+        self._free_slots.append(slot)
+
     def schedule(self) -> Plan:
         """Return the plan of the next step. Call `advance` with its chunks before the next `schedule`."""
         self._fresh.clear()
@@ -206,11 +215,33 @@ class Batcher:
         return next(filter(self._try_admit, chain(self.waiting[:1], arrived)), None)
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        if self._num_admitted >= self.max_requests or not self._allocate_prompt(sequence):
+        arrival = _arrival_of(sequence)
+        has_room = self._allocate_all(sequence) if arrival is None else self._take_over(sequence, arrival)
+        if not has_room:
             return False
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=self._rank)
-        sequence.has_arrived = False  # what holds its blocks releases them
+        sequence.has_arrived, sequence.arrival = False, None  # what holds its blocks releases them
+        self.num_reused_tokens += sequence.num_computed
+        if sequence.num_reused is None:
+            sequence.num_reused = sequence.num_computed
+        return True
+
+    def _take_over(self, sequence: Sequence, arrival: Arrival) -> bool:
+        """Take over blocks and states that have arrived; false if too few blocks are free for the others."""
+        num_new = max(0, blocks_for(len(sequence.tokens), self.block_tokens) - len(arrival.blocks))
+        if num_new > self.blocks.num_free - self._num_admitted:
+            return False
+        blocks, slot = arrival.take()
+        assert slot is not None, "it has not been taken over before"
+        sequence.blocks, sequence.slot = [*blocks, *self._allocate(num_new)], slot
+        sequence.num_computed = len(arrival.tokens)
+        return True
+
+    def _allocate_all(self, sequence: Sequence) -> bool:
+        """Allocate a slot, and blocks for all tokens; false if there are too few."""
+        if not (self._free_slots and self._allocate_prompt(sequence)):
+            return False
         sequence.slot = self._free_slots.pop()
         return True
 
@@ -240,9 +271,6 @@ class Batcher:
         else:
             new = self._allocate(num_new)
         sequence.blocks = [*prefix.blocks, *new]
-        self.num_reused_tokens += sequence.num_computed
-        if sequence.num_reused is None:
-            sequence.num_reused = sequence.num_computed
         return True
 
     def _make_room(self, newcomer: Sequence) -> bool:
@@ -263,7 +291,8 @@ class Batcher:
         num_left = self._num_admitted - len(victims)
         room = self.blocks.num_free + self.blocks.num_freed_by([victim.blocks for victim in victims])
         need = blocks_for(len(newcomer.tokens), self.block_tokens) + num_left
-        return num_left < self.max_requests and need <= room
+        has_slot = self._free_slots or victims or _arrival_of(newcomer)
+        return bool(has_slot) and need <= room
 
     # ------------------------------------------------------------------ blocks
 
@@ -319,3 +348,12 @@ class Batcher:
         parent = sequence.keys[at - 1] if at else sequence.root
         content = block_content(parent, tokens[first : first + num_tokens])
         self.blocks.publish(sequence.blocks[at], content)
+
+
+def _arrival_of(sequence: Sequence) -> Arrival | None:
+    """Return what has arrived with the recurrent states of a request; `None` if all is to be computed."""
+    arrival = sequence.arrival
+    if arrival is None:
+        return None
+    is_here = arrival.continues_to(sequence.tokens, sequence.num_reusable, sequence.root)
+    return arrival if is_here else None

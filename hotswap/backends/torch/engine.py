@@ -499,9 +499,14 @@ class TorchEngine(Engine):
         adapter = self._adapters.use(request.adapter)
         ticket, tokens = self._streams.open(request)
         slot = adapter.place if adapter else None
-        keys_of = self._models.migration.keys_of if self._models.migration is not None else None
         sequence = to_sequence(
-            request, ticket, model, slot, weights=self._models.weights, constraint=constraint, keys_of=keys_of
+            request,
+            ticket,
+            model,
+            slot,
+            weights=self._models.weights,
+            constraint=constraint,
+            announced=self._models.announced,
         )
         self._running_worker.add(sequence)
         return ticket, tokens, adapter

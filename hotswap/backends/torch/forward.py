@@ -101,6 +101,8 @@ class LocalForward(Forward):
         graphs: Runs decode steps, where it can.
 
     Attributes:
+        cache: The KV cache.
+        states: The recurrent states of requests; `None` for models without any.
         work: What was submitted last.
     """
 
@@ -116,7 +118,7 @@ class LocalForward(Forward):
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
-        self.cache, self._states, self.keeps_states = cache, states, states is not None
+        self.cache, self.states, self.keeps_states = cache, states, states is not None
         if states is not None:
             self.size_bytes += states.size_bytes
         self._model, self._background_work = model, background_work
@@ -134,7 +136,7 @@ class LocalForward(Forward):
         if self._graphs is not None and (logits := self._graphs.logits(pieces)) is not None:
             return logits
         batch = assemble(
-            pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only, states=self._states
+            pieces, self.cache, invariant=self._invariant, linear_only=self._linear_only, states=self.states
         )
         return batch.logits(self._model)
 

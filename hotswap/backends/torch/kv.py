@@ -179,6 +179,8 @@ class KVCache:
 
         Thread-safe. Runs on the calling thread only: PyTorch's thread pool would compete with steps.
         """
+        if not len(out):  # no layer has attention
+            return
         if self.device.type != "cpu":
             self.save_staged(blocks, out)
             return
@@ -188,6 +190,8 @@ class KVCache:
 
     def restore(self, blocks: Sequence[int], data: Tensor) -> None:
         """Fill blocks that no request reads yet with data that `save` wrote. Thread-safe, like `save`."""
+        if not len(data):
+            return
         if self.device.type != "cpu":
             self.restore_staged(blocks, data)
             return

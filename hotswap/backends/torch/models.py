@@ -10,6 +10,7 @@ from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed
 from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.manager import AdapterManager
+from hotswap.backends.torch.arrival import Announced
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.constraints import Compilers, Constraints
 from hotswap.backends.torch.forward import Forward, LocalForward
@@ -243,6 +244,10 @@ class Models:
 
     # ------------------------------------------------------------------ migration
 
+    def announced(self, request: Request, root: bytes) -> Announced | None:
+        """Return what a move or a restore has announced of a request, if its root key is this one."""
+        return None if self.migration is None else self.migration.announced(request, root)
+
     def migration_context(self) -> MigrationContext:
         """Return the context of KV migrations; raises `MigrationAborted` without one."""
         self.life.refuse_if_lost()
@@ -250,8 +255,7 @@ class Models:
             raise aborted(
                 "export",
                 f"the KV blocks of engine {self._engine!r} cannot move: that takes a model of one rank "
-                "without recurrent states and without RoPE that depends on the length of a text, prefix "
-                "reuse, and a store with checksums",
+                "without RoPE that depends on the length of a text, prefix reuse, and a store with checksums",
             )
         return self.migration
 
@@ -260,8 +264,6 @@ class Models:
     ) -> MigrationContext | None:
         if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
             return None
-        if forward.keeps_states:  # keys and values alone do not continue a request
-            return None
         if model.long_rope is not None:  # keys of equal tokens differ with the length of their request
             return None
         return MigrationContext(
@@ -269,5 +271,5 @@ class Models:
             worker=worker,
             post=post,
             weights=self.weights,
-            serving=(runner, forward.cache),
+            serving=(runner, forward.cache, forward.states),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hotswap.backends.torch.adapters.slots import AdapterSlot
+from hotswap.backends.torch.arrival import Arrival
 from hotswap.backends.torch.forward import Piece
 from hotswap.backends.torch.long_rope import LongRope
 from hotswap.backends.torch.prompt_logprobs import PromptScores
@@ -35,6 +36,7 @@ class Sequence:
         keys: The prefix keys of its full blocks, as far as they were computed.
         scores: The log-probabilities of its prompt; `None` if they are not asked for, or told already.
         has_arrived: Whether a move or a restore holds blocks for it until it runs.
+        arrival: What it takes over when it is admitted; `None` if nothing has arrived with states.
         slot: The slot of its recurrent states while it has blocks; requests that run have different ones.
         long_rope: When its RoPE factors for long texts are taken; `None` if factors depend on no length.
         long_root: Its prefix key from then on.
@@ -56,6 +58,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list[bytes])
     scores: PromptScores | None = None
     has_arrived: bool = False
+    arrival: Arrival | None = None
     slot: int = 0
     long_rope: LongRope | None = None
     long_root: bytes = b""

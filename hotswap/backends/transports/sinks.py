@@ -3,6 +3,7 @@
     remote_sink(channel, request)                      serve_sink(engine, channel)
         open      the request, its tokens                  engine.import_kv(request)
         reserve   how many tokens                          sink.reserve
+        part      bytes that a write has no room for       are kept for it
         write     the first block, pages                   sink.write, from the channel's memory
         commit    all tokens                               sink.commit
         leave                                              leaves import_kv
@@ -68,8 +69,15 @@ class RemoteSink(KVSink):
         await self._call("reserve", num_tokens=num_tokens)
 
     async def write(self, pages: KVPages) -> None:
+        most = self._channel.max_payload_bytes
         for part in self._parts(pages):
-            await self._call("write", part.data, first_block=part.first_block, num_tokens=part.num_tokens)
+            at = 0
+            while len(part.data) - at > most:  # recurrent states follow the last block
+                await self._call("part", part.data[at : at + most])
+                at += most
+            await self._call(
+                "write", part.data[at:], first_block=part.first_block, num_tokens=part.num_tokens
+            )
 
     async def commit(self, tokens: Sequence[int]) -> None:
         await self._call("commit", wire.pack_tokens(tokens))
@@ -87,7 +95,7 @@ class RemoteSink(KVSink):
             KVPages(
                 pages.first_block + at,
                 min(pages.num_tokens - at * block_tokens, most * block_tokens),
-                pages.data[at * block_bytes : (at + most) * block_bytes],
+                pages.data[at * block_bytes : (at + most) * block_bytes if at + most < num_blocks else None],
             )
             for at in range(0, num_blocks, most)
         ]
@@ -208,10 +216,12 @@ class _Moves:
     ) -> None:
         self._engine, self._channel = engine, channel
         self._silence_s, self._max_tokens = silence_s, max_tokens
+        self._kept = bytearray()  # the first bytes of the next write
 
     async def serve(self, frame: Frame) -> None:
         """Serve one move, whose first frame is `frame`."""
         message = wire.unpack(frame.message)
+        self._kept = bytearray()
         async with AsyncExitStack() as lent:
             try:
                 sink = await self._open(message, frame.payload, lent)
@@ -271,7 +281,13 @@ class _Moves:
                 await sink.reserve(wire.size(message, "num_tokens"))
             case "write":
                 first_block, num_tokens = wire.size(message, "first_block"), wire.size(message, "num_tokens")
-                await sink.write(KVPages(first_block, num_tokens, payload))
+                kept, self._kept = self._kept, bytearray()
+                data = memoryview(kept + payload) if kept else payload
+                await sink.write(KVPages(first_block, num_tokens, data))
+            case "part":
+                self._kept += payload
+                if len(self._kept) > wire.most_bytes(sink.layout, self._channel):
+                    raise ProtocolError(f"{len(self._kept):,} bytes are more than blocks and states")
             case "commit":
                 await sink.commit(await self._tokens(payload))
             case verb:

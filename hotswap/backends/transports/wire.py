@@ -22,6 +22,7 @@ from hotswap.errors import HotswapError, InstanceLost, InvalidRequest, Migration
 from hotswap.migration import KVLayout
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.sampling import Sampling
+from hotswap.transport import Channel
 
 __all__ = [
     "MAX_BRACKETS",
@@ -32,6 +33,7 @@ __all__ = [
     "error_of",
     "layout_fields",
     "layout_of",
+    "most_bytes",
     "num_brackets",
     "pack",
     "pack_error",
@@ -49,7 +51,7 @@ _T = TypeVar("_T")
 _DEFAULTS: Final = {field.name: getattr(Sampling(), field.name) for field in fields_of(Sampling)}
 
 TOKEN_BYTES = 8
-_VERSION = 4
+_VERSION = 5
 # JSON of a megabyte may be half a million lists, which take a tenth of a second to make.
 MAX_BRACKETS = 1 << 15
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -256,7 +258,14 @@ def layout_of(message: Message) -> KVLayout:
             block_tokens=fields.size("block_tokens", least=1),
             layers=tuple(_layer(fields, layer) for layer in _list(fields, "layers")),
             block_bytes=fields.size("block_bytes"),
+            states=tuple(_state(fields, state) for state in _list(fields, "states")),
+            state_bytes=fields.size("state_bytes"),
         )
+
+
+def most_bytes(layout: KVLayout, channel: Channel) -> int:
+    """Return the most bytes of one read or write over a channel: blocks that fit a payload, and states."""
+    return max(layout.block_bytes, channel.max_payload_bytes) + layout.state_bytes
 
 
 def _layer(fields: Fields, layer: object) -> tuple[int, int, int, str]:
@@ -265,6 +274,16 @@ def _layer(fields: Fields, layer: object) -> tuple[int, int, int, str]:
             return kv_heads, key_dim, value_dim, dtype
         case _:
             raise fields.wrong(f"{layer!r} is no layer")
+
+
+def _state(fields: Fields, state: object) -> tuple[int, tuple[int, ...], str]:
+    parts = cast("list[object]", state) if isinstance(state, list) else []
+    if len(parts) == 3 and isinstance(parts[1], list):
+        layer, dtype, sizes = parts[0], parts[2], cast("list[object]", parts[1])
+        shape = tuple(size for size in sizes if isinstance(size, int))
+        if isinstance(layer, int) and isinstance(dtype, str) and len(shape) == len(sizes):
+            return layer, shape, dtype
+    raise fields.wrong(f"{state!r} is no recurrent state")
 
 
 def _one(fields: Fields, name: str, kind: type[_T]) -> _T:

@@ -76,6 +76,7 @@ class EngineSuite(Suite):
             fit in the engine's KV pool together, and each in the model's context with its prompt.
         step_s: an upper bound of the engine's step time, by the event loop's clock.
         can_lose: whether `lose` is implemented.
+        keeps_prefixes: whether the engine keeps KV blocks of ended requests of its models.
     """
 
     models: ClassVar[tuple[Model, ...]] = ()
@@ -84,6 +85,7 @@ class EngineSuite(Suite):
     long_tokens: ClassVar[int] = 200
     step_s: ClassVar[float] = 2.0
     can_lose: ClassVar[bool] = False
+    keeps_prefixes: ClassVar[bool] = True
 
     def make_engine(self) -> AbstractAsyncContextManager[Engine]:
         """Return a context manager that starts a new engine; an engine is one itself."""

@@ -16,3 +16,12 @@ class TestRemoteTorchEngine(test_conformance.TestTorchEngine):
     def lose(self, engine: Engine) -> None:
         assert isinstance(engine, HandingEngine)
         super().lose(engine.engine)
+
+
+class TestRemoteTorchEngineWithStates(test_conformance.TestTorchEngineWithStates):
+    def make_engine(self) -> Any:
+        return over_tcp(super().make_engine())
+
+    def lose(self, engine: Engine) -> None:
+        assert isinstance(engine, HandingEngine)
+        super().lose(engine.engine)

@@ -12,6 +12,7 @@ from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.testing.conformance import EngineConformance
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.hybrids import make_hybrid
 from tests.backends.torch.zoo import make_model
 
 
@@ -55,3 +56,39 @@ class TestTorchEngine(EngineConformance):
     def lose(self, engine: Engine) -> None:
         assert isinstance(engine, TorchEngine)
         engine.lose("a test dropped it")
+
+
+class TestTorchEngineWithStates(TestTorchEngine):
+    """Models with recurrent states: the delta rule with attention, and Mamba 2 without any attention."""
+
+    keeps_prefixes = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _models(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.skeletons = SkeletonCache()
+        cls.store = DictStore()
+        model, root = make_hybrid("qwen3_5"), tmp_path_factory.mktemp("adapters")
+        cls.store.add("a", model)
+        names = ("q_proj", "down_proj")
+        cls.adapters = (
+            Adapter("x", "a", write(root / "x", model, seed=1, r=4, names=names, size=4.0)),
+            Adapter("y", "a", write(root / "y", model, seed=2, r=16, names=names, size=4.0)),
+        )
+        cls.bad_adapter = Adapter("z", "a", write(root / "z", make_model("gpt2"), names=("c_fc",)))
+        cls.store.add("b", make_hybrid("mamba2"))
+
+
+class TestTorchEngineWithStatesAlone(TestTorchEngineWithStates):
+    """The first model has no attention, and so no bytes in KV blocks."""
+
+    adapters = ()
+    bad_adapter = None
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _models(cls) -> None:
+        cls.skeletons = SkeletonCache()
+        cls.store = DictStore()
+        cls.store.add("a", make_hybrid("mamba2"))
+        cls.store.add("b", make_hybrid("lfm2"))

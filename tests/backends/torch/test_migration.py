@@ -85,14 +85,19 @@ async def test_announced_keys_are_used_for_the_announced_request_only(store: Dic
     """Another request could otherwise get blocks of other tokens, or of another adapter."""
     async with serving(store) as engine:
         context, request = engine._models.migration_context(), ask(prompt_tokens=100)
+
+        def keys_of(arriving: Request, root: bytes) -> tuple[bytes, ...]:
+            announced = context.announced(arriving, root)
+            return () if announced is None else announced.keys
+
         async with engine.import_kv(request):
             root = root_key(context.weights)
-            assert len(context.keys_of(request, root)) == 100 // engine.status().kv_block_tokens
-            assert context.keys_of(request.continued([7]), root) == context.keys_of(request, root)
-            assert context.keys_of(replace(request, prompt=(9, *request.prompt[1:])), root) == ()
-            assert context.keys_of(replace(request, id=RequestId("another")), root) == ()
-            assert context.keys_of(request, root_key(context.weights, b"1")) == ()
-        assert context.keys_of(request, root) == ()
+            assert len(keys_of(request, root)) == 100 // engine.status().kv_block_tokens
+            assert keys_of(request.continued([7]), root) == keys_of(request, root)
+            assert keys_of(replace(request, prompt=(9, *request.prompt[1:])), root) == ()
+            assert keys_of(replace(request, id=RequestId("another")), root) == ()
+            assert keys_of(request, root_key(context.weights, b"1")) == ()
+        assert keys_of(request, root) == ()
 
 
 async def test_blocks_stay_allocated_while_a_cancelled_migration_still_writes_them(

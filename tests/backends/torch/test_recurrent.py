@@ -15,17 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from hotswap import Adapter, AdapterId, Fleet, InstanceState, Model, ModelId, Request, RequestId, Sampling
-from hotswap.action import MigrationRecord
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap import Adapter, AdapterId, InstanceState, ModelId, Request, RequestId, Sampling
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine, attention
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.recurrent import StatePool
 from hotswap.backends.torch.recurrent.mixers import attach
-from hotswap.errors import InstanceError, MigrationAborted, OutOfMemory, UnsupportedModel
-from hotswap.policies import LeastLoadedRouter, RestoreMinReplicas
+from hotswap.errors import InstanceError, OutOfMemory, UnsupportedModel
 from tests.backends.torch.adapters.files import merged, write
 from tests.backends.torch.clients import make_client_plans, run_until_preempted
 from tests.backends.torch.dict_store import DictStore
@@ -205,46 +202,11 @@ async def test_weights_that_stay_quantized_give_the_tokens_of_dequantized_ones(
 # ----------------------------------------------------------------------------------------------- moves
 
 
-async def test_requests_move_by_their_tokens_and_kv_stores_get_nothing() -> None:
+async def test_what_ended_requests_leave_is_not_listed() -> None:
     """Their keys and values alone would continue them wrongly."""
-    model, store = make_hybrid("qwen3_5"), DictStore()
-    store.add("m", model)
-    prompts = prompts_of(Random(3), 5, 40, 90)
-    expected = [generate(model, prompt, 60) for prompt in prompts]
-    engines = [
-        TorchEngine(f"e{n}", kv_tokens=1024, kv_block_tokens=16, threads=1, skeletons=SKELETONS)
-        for n in range(2)
-    ]
-    received: list[list[int]] = [[] for _ in prompts]
-    records: list[MigrationRecord] = []
-    one_at_a_time = anyio.Lock()
-    async with Fleet(
-        engines=engines,
-        store=store,
-        models=[Model("m", min_replicas=2)],
-        router=LeastLoadedRouter(),
-        scheduler=RestoreMinReplicas(),
-        kv_store=HostKVStore("16 MiB"),
-    ) as fleet:
-
-        async def client(at: int) -> None:
-            async with fleet.stream("m", prompts[at], Sampling(max_tokens=60, ignore_eos=True)) as tokens:
-                async for token in tokens:
-                    received[at].append(token.id)
-                    if len(received[at]) == 20:
-                        to = "e1" if tokens.hops[-1].instance == "e0" else "e0"
-                        async with one_at_a_time:
-                            records.append(await fleet.migrate(tokens.request.id, to=to))
-
-        async with anyio.create_task_group() as tasks:
-            for at in range(len(prompts)):
-                tasks.start_soon(client, at)
-        for engine in engines:
-            with pytest.raises(MigrationAborted, match="recurrent states"):
-                await engine.cached_kv()
-    assert received == expected
-    assert {record.method for record in records} == {"tokens"}
-    assert "done" in {record.outcome for record in records}
+    async with serving(make_hybrid("qwen3_5")) as engine:
+        await tokens_of(engine, ask(list(range(2, 90)), max_tokens=20))
+        assert await engine.cached_kv() == []
 
 
 async def test_several_ranks_refuse_a_model_with_recurrent_states() -> None:

@@ -11,7 +11,9 @@ from anyio.lowlevel import checkpoint
 from torch import Tensor
 
 from hotswap.backends.life import Life
+from hotswap.backends.torch.arrival import Announced
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.recurrent.states import StatePool
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces, Worker
@@ -20,19 +22,10 @@ from hotswap.migration import KVLayout
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.worker_threads import in_thread
 
-__all__ = ["PIECE_BYTES", "Announced", "MigrationContext", "aborted", "beside"]
+__all__ = ["PIECE_BYTES", "MigrationContext", "aborted", "beside"]
 
 # Bytes that are copied at once between two steps; at least one block.
 PIECE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """A request that arrives: its tokens when the move began, the root key and the keys of its blocks."""
-
-    tokens: tuple[int, ...]
-    root: bytes
-    keys: tuple[bytes, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +40,9 @@ class MigrationContext:
         worker: The engine's thread, which runs the jobs.
         post: Calls a function on the event loop, from any thread.
         weights: A fingerprint of the weights that compute, for layouts and `root_key`.
-        serving: The runner that owns the blocks, and the KV cache; `None` once the model is unloaded.
-        arriving: The announced tokens and keys of requests that arrive.
+        serving: The runner that owns the blocks, the KV cache, and the recurrent states, if the model has
+            some; `None` once the model is unloaded.
+        arriving: What is announced of requests that arrive.
         writing: The sinks that write to blocks now, maybe in other threads.
     """
 
@@ -56,7 +50,7 @@ class MigrationContext:
     worker: Worker
     post: Callable[..., None]
     weights: str
-    serving: tuple[Runner, KVCache] | None
+    serving: tuple[Runner, KVCache, StatePool | None] | None
     arriving: dict[RequestId, Announced] = field(default_factory=dict[RequestId, Announced])
     writing: set[object] = field(default_factory=set[object])
 
@@ -70,21 +64,26 @@ class MigrationContext:
         """The KV cache; `MigrationAborted` if the model was unloaded."""
         return self._parts()[1]
 
+    @property
+    def states(self) -> StatePool | None:
+        """The recurrent states, if the model has some; `MigrationAborted` if it was unloaded."""
+        return self._parts()[2]
+
     def end(self) -> None:
         """Let go of the model, which is unloaded; no copy may be under way."""
         self.serving = None
 
-    def _parts(self) -> tuple[Runner, KVCache]:
+    def _parts(self) -> tuple[Runner, KVCache, StatePool | None]:
         if self.serving is None:
             raise _gone()
         return self.serving
 
-    def keys_of(self, request: Request, root: bytes) -> tuple[bytes, ...]:
-        """Return the keys of a request's first blocks if it was announced with this root, else none."""
+    def announced(self, request: Request, root: bytes) -> Announced | None:
+        """Return what was announced of a request with these tokens and this root; `None` if nothing."""
         announced = self.arriving.get(request.id)
         if announced is None or announced.root != root:
-            return ()
-        return announced.keys if request.tokens[: len(announced.tokens)] == announced.tokens else ()
+            return None
+        return announced if request.tokens[: len(announced.tokens)] == announced.tokens else None
 
     def layout_for(self, request: Request) -> KVLayout:
         """Return the layout of a request's KV blocks on this engine."""
@@ -96,6 +95,7 @@ class MigrationContext:
             (shape.kv_heads, shape.key_dim, shape.value_dim, str(shape.dtype).removeprefix("torch."))
             for _, shape in sorted(self.cache.layers.items())
         )
+        states = self.states
         return KVLayout(
             model=model,
             weights=self.weights,
@@ -103,6 +103,8 @@ class MigrationContext:
             block_tokens=self.cache.block_tokens,
             layers=layers,
             block_bytes=self.cache.block_bytes,
+            states=() if states is None else states.format,
+            state_bytes=0 if states is None else states.slot_bytes,
         )
 
     def host_memory(self, size_bytes: int) -> Tensor:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,8 +14,9 @@ from anyio.lowlevel import checkpoint
 from torch import Tensor
 
 from hotswap.backends.torch.adapters.slots import AdapterSlot
+from hotswap.backends.torch.arrival import Announced, Arrival
 from hotswap.backends.torch.kv import blocks_for
-from hotswap.backends.torch.migration.context import PIECE_BYTES, Announced, MigrationContext, aborted, beside
+from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted, beside
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sequence import Sequence
@@ -32,7 +34,7 @@ LAPSE_S = 10.0
 
 
 class TorchKVSink(KVSink):
-    """Reserves and fills KV blocks for a request that arrives.
+    """Reserves and fills KV blocks for a request that arrives, and a slot for its recurrent states.
 
     Args:
         context: The engine's migration context.
@@ -58,6 +60,9 @@ class TorchKVSink(KVSink):
         self._keys: list[bytes] = []  # of the request's full blocks
         self._num_tokens = 0  # written so far, or found
         self._num_published = 0  # of the request's blocks
+        self._slot: int | None = None  # reserved for states that arrive
+        self._num_continued = 0  # tokens after the last of which the states are that were written
+        self._arrival: Arrival | None = None  # once it was committed, for a model with states
         self._closed = self._writing = False
         self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
 
@@ -70,7 +75,9 @@ class TorchKVSink(KVSink):
 
     async def reserve(self, num_tokens: int) -> None:
         self._renew()
-        if blocks_for(num_tokens, self.layout.block_tokens) > self.num_present_blocks + len(self._blocks):
+        lacks_slot = self.layout.state_bytes > 0 and self._slot is None and self._arrival is None
+        missing = blocks_for(num_tokens, self.layout.block_tokens) - self.num_present_blocks
+        if missing > len(self._blocks) or lacks_slot:
             await self._context.between_steps(partial(self._reserve_blocks, num_tokens))
         else:
             await checkpoint()
@@ -78,32 +85,33 @@ class TorchKVSink(KVSink):
     async def write(self, pages: KVPages) -> None:
         self._renew()
         size_bytes = blocks_for(pages.num_tokens, self.layout.block_tokens) * self.layout.block_bytes
+        state_bytes = len(pages.data) - size_bytes
         first = pages.first_block * self.layout.block_tokens
+        end = first + pages.num_tokens
         room = (self.num_present_blocks + len(self._blocks)) * self.layout.block_tokens
-        if len(pages.data) != size_bytes or first > self._num_tokens or first + pages.num_tokens > room:
-            raise aborted("copy", f"pages of tokens {first} to {first + pages.num_tokens} do not fit")
-        if not size_bytes:
-            return
-        data = torch.frombuffer(pages.data, dtype=torch.uint8)
-        self._writing = True
-        self._context.writing.add(self)
-        try:
-            if size_bytes <= max(_SMALL_BYTES, _SMALL_BLOCKS * self.layout.block_bytes):
-                await beside(partial(self._write_now, pages, data), size_bytes)
-            else:
-                await self._context.between_steps(partial(self._write, pages, data))
-        finally:
-            self._writing = False
-            self._context.writing.discard(self)
-        self._renew()
-        self._num_tokens = max(self._num_tokens, first + pages.num_tokens)
+        if state_bytes not in (0, self.layout.state_bytes) or first > self._num_tokens or end > room:
+            raise aborted("copy", f"pages of tokens {first} to {end} do not fit")
+        if self._arrival is not None or (state_bytes and self._slot is None):
+            raise aborted("copy", "there is no room for states, or the request has arrived")
+        if pages.data:
+            data = torch.frombuffer(pages.data, dtype=torch.uint8)
+            await self._write_all(pages, data[:size_bytes], data[size_bytes:])
+            self._renew()
+        self._num_tokens = max(self._num_tokens, end)
+        self._num_continued = end if state_bytes else self._num_continued
 
     async def commit(self, tokens: Items[int]) -> None:
         self._renew()
         if tuple(tokens[: self._request.num_tokens]) != self._request.tokens:
             raise aborted("commit", "the request is not the one that was announced")
         # The stream that follows is queued on the same thread, after this job.
-        self._context.queue_job(partial(self._publish, list(tokens[: self._num_tokens])))
+        if not self.layout.state_bytes:
+            self._context.queue_job(partial(self._publish, list(tokens[: self._num_tokens])))
+        elif self._arrival is None and 0 < self._num_continued == self._num_tokens <= len(tokens):
+            self._arrival = Arrival(tuple(tokens[: self._num_tokens]), self._root)
+            announced = replace(self._context.arriving[self._request.id], arrival=self._arrival)
+            self._context.arriving[self._request.id] = announced
+            self._context.queue_job(self._hand_over)
 
     def close(self) -> None:
         """Release all blocks; published ones stay in the prefix cache until their memory is needed."""
@@ -112,6 +120,22 @@ class TorchKVSink(KVSink):
         if not self._closed:
             self._context.queue_job(self._release_blocks)
         self._closed = True
+
+    async def _write_all(self, pages: KVPages, data: Tensor, states: Tensor) -> None:
+        """Write blocks, and states if there are any; nothing is copied any more when this returns."""
+        self._writing = True
+        self._context.writing.add(self)
+        try:
+            if len(data) <= max(_SMALL_BYTES, _SMALL_BLOCKS * self.layout.block_bytes):
+                await beside(partial(self._write_now, pages, data), len(data))
+            else:
+                await self._context.between_steps(partial(self._write, pages, data))
+            pool, slot = self._context.states, self._slot
+            if len(states) and pool is not None and slot is not None:
+                await beside(partial(pool.restore, slot, states), len(states))
+        finally:
+            self._writing = False
+            self._context.writing.discard(self)
 
     def _renew(self) -> None:
         self._context.refuse_if_gone()
@@ -144,6 +168,10 @@ class TorchKVSink(KVSink):
         room = batcher.blocks.num_free - len(batcher.running) - len(batcher.parked) - 2
         if more > room:
             raise aborted("reserve", f"{more} KV blocks are needed and {max(0, room)} are free")
+        if self.layout.state_bytes and self._slot is None and self._arrival is None:
+            self._slot = batcher.reserve_slot()
+            if self._slot is None:
+                raise aborted("reserve", f"{batcher.max_requests} requests have recurrent states, the most")
         if more > 0:
             self._blocks += batcher.blocks.allocate(more)
         yield from ()
@@ -176,7 +204,7 @@ class TorchKVSink(KVSink):
         """Return the pages' blocks with their bytes, without those that were found in the prefix cache."""
         size = self.layout.block_bytes
         first = max(pages.first_block, self.num_present_blocks)
-        end = pages.first_block + len(data) // size
+        end = pages.first_block + len(data) // max(1, size)
         blocks = [*self._present, *self._blocks][first:end]
         return blocks, data[(first - pages.first_block) * size :]
 
@@ -188,7 +216,12 @@ class TorchKVSink(KVSink):
         *,
         most: int | None = None,
     ) -> Pieces:
-        """Publish the blocks of these tokens that are not published yet: the first `most`, or all."""
+        """Publish the blocks of these tokens that are not published yet: the first `most`, or all.
+
+        Without states: blocks alone do not continue a request that has some.
+        """
+        if self.layout.state_bytes:
+            return
         block_tokens, pool, keys = self.layout.block_tokens, runner.batcher.blocks, self._keys_of(tokens)
         end = blocks_for(len(tokens), block_tokens) if most is None else min(most, len(keys))
         for at in range(self._num_published, end):
@@ -204,9 +237,20 @@ class TorchKVSink(KVSink):
         extend_keys(self._keys, self._root, tokens, self.layout.block_tokens, num_blocks=num_blocks)
         return self._keys
 
+    def _hand_over(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        """Give what was written to the request, which takes it over when it is admitted."""
+        assert self._arrival is not None, "it was committed"
+        count = blocks_for(len(self._arrival.tokens), self.layout.block_tokens)
+        self._arrival.blocks, self._blocks = self._blocks[:count], self._blocks[count:]
+        self._arrival.slot, self._slot = self._slot, None
+        yield from ()
+
     def _release_blocks(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
-        runner.batcher.blocks.release([*self._present, *self._blocks])
+        arrived, slot = ([], self._slot) if self._arrival is None else self._arrival.take()
+        runner.batcher.blocks.release([*self._present, *self._blocks, *arrived])
         self._present, self._blocks = [], []
+        if slot is not None:
+            runner.batcher.free_slot(slot)
         yield from ()
 
 

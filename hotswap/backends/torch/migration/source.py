@@ -1,4 +1,7 @@
-"""The KV source of a migration: blocks are read while their request decodes, the rest once it is parked."""
+"""The KV source of a migration: blocks are read while their request decodes, the rest once it is parked.
+
+Recurrent states are read last, after the last blocks of a parked request: no step changes them then.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +57,12 @@ class TorchKVSource(KVSource):
             await checkpoint()
             self._require_parked()
             return rest
-        out = self._room_for(num_tokens)
         if self._parked is None:
+            out = self._room_for(num_tokens)
             await self._context.between_steps(partial(self._copy, first_block, num_tokens, out))
         else:
+            end = first_block * self.layout.block_tokens + num_tokens
+            out = self._room_for(num_tokens, with_states=end == self._num_tokens)
             await self._copy_parked(self._parked, first_block, num_tokens, out)
         self._num_read = first_block + num_tokens // self.layout.block_tokens
         return KVPages(first_block, num_tokens, out.numpy().data)
@@ -79,21 +84,22 @@ class TorchKVSource(KVSource):
         if self._was_asked_to_stop:
             self._context.queue_job(self._unpark)
 
-    def _room_for(self, num_tokens: int) -> Tensor:
+    def _room_for(self, num_tokens: int, *, with_states: bool = False) -> Tensor:
         size_bytes = blocks_for(num_tokens, self.layout.block_tokens) * self.layout.block_bytes
+        size_bytes += self.layout.state_bytes if with_states else 0
         if len(self._buffer) < size_bytes:
             self._buffer = self._context.host_memory(size_bytes)
         return self._buffer[:size_bytes]
 
     async def _copy_parked(self, sequence: Sequence, first_block: int, num_tokens: int, out: Tensor) -> None:
         """Copy during a step: a client waits for it, and no step writes to a parked request's blocks."""
-        num_blocks = len(out) // self.layout.block_bytes
+        num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
         blocks = sequence.blocks[first_block : first_block + num_blocks]
         if self._num_tokens < first_block * self.layout.block_tokens + num_tokens:
             raise aborted("copy", "the request has fewer tokens than that")
         if len(blocks) < num_blocks:
             raise aborted("copy", "the request has ended or was evicted")
-        await beside(partial(self._save, blocks, out), len(out))
+        await beside(partial(self._save, blocks, out, sequence.slot), len(out))
         self._require_parked()  # its blocks are reused only after it has left `parked`
 
     def _require_parked(self) -> None:
@@ -101,13 +107,19 @@ class TorchKVSource(KVSource):
         if self._parked is not None and self._parked not in self._context.runner.batcher.parked:
             raise aborted("copy", "the request has ended or was evicted")
 
-    def _save(self, blocks: Items[int], out: Tensor) -> None:
-        self._context.cache.save(blocks, out)
+    def _save(self, blocks: Items[int], out: Tensor, slot: int) -> None:
+        """Copy blocks, then the states in a slot if there is room for them."""
+        size_bytes = len(blocks) * self.layout.block_bytes
+        self._context.cache.save(blocks, out[:size_bytes])
+        if len(out) > size_bytes and (states := self._context.states) is not None:
+            states.save(slot, out[size_bytes:])
 
     # ------------------------------------------------------------------ on the engine's thread
 
     def _count(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
-        self._num_tokens = self._sequence(runner, sequences).num_computed
+        num_computed = self._sequence(runner, sequences).num_computed
+        is_moving = self.layout.state_bytes and self._parked is None
+        self._num_tokens = max(0, num_computed - 1) if is_moving else num_computed
         yield from ()
 
     def _copy(
@@ -120,14 +132,14 @@ class TorchKVSource(KVSource):
     ) -> Pieces:
         block_bytes, block_tokens = self.layout.block_bytes, self.layout.block_tokens
         end = first_block + blocks_for(num_tokens, block_tokens)
-        most = max(1, PIECE_BYTES // block_bytes)
+        most = max(1, PIECE_BYTES // max(1, block_bytes))
         for first in range(first_block, end, most):
             sequence = self._sequence(runner, sequences)
             if sequence.num_computed < first_block * block_tokens + num_tokens:
                 raise aborted("copy", "the request was preempted")
             blocks = sequence.blocks[first : min(first + most, end)]
             at = (first - first_block) * block_bytes
-            self._save(blocks, out[at : at + len(blocks) * block_bytes])
+            self._save(blocks, out[at : at + len(blocks) * block_bytes], sequence.slot)
             yield
 
     def _park(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
@@ -142,9 +154,9 @@ class TorchKVSource(KVSource):
         """Copy the remaining blocks if they are few, so that no other job is needed after the next step."""
         first, num_tokens = self._num_read, self._num_tokens - self._num_read * self.layout.block_tokens
         num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
-        if 0 < num_blocks * self.layout.block_bytes <= PIECE_BYTES:
-            out = self._room_for(num_tokens)
-            self._save(sequence.blocks[first : first + num_blocks], out)
+        if 0 < num_blocks * self.layout.block_bytes + self.layout.state_bytes <= PIECE_BYTES:
+            out = self._room_for(num_tokens, with_states=True)
+            self._save(sequence.blocks[first : first + num_blocks], out, sequence.slot)
             self._rest = KVPages(first, num_tokens, out.numpy().data)
 
     def _unpark(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -75,6 +75,61 @@ class StatePool:
             found = self._allocate(layer, number, shape)
         assert (tuple(found.shape[1:]), found.dtype) == (shape.shape, shape.dtype), "it stays the same"
         return found
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of the states of one request."""
+        return sum(state[0].nbytes for state in self._states.values())
+
+    @property
+    def format(self) -> tuple[tuple[int, tuple[int, ...], str], ...]:
+        """Each state of a request, in the order of `save`: its layer, shape and dtype."""
+        return tuple(
+            (layer, tuple(state.shape[1:]), str(state.dtype).removeprefix("torch."))
+            for (layer, _), state in sorted(self._states.items())
+        )
+
+    def save(self, slot: int, out: Tensor) -> None:
+        """Copy the states in a slot to host memory: `out` is uint8, `slot_bytes` long.
+
+        Thread-safe, if no step continues the states meanwhile. Runs on the calling thread only, like
+        `KVCache.save`.
+        """
+        if self.device.type != "cpu":
+            self._save_staged(slot, out)
+            return
+        for state, part in self._parts(slot, out):
+            part.numpy()[:] = state.numpy()
+
+    def restore(self, slot: int, data: Tensor) -> None:
+        """Fill a slot that no request has yet with data that `save` wrote. Thread-safe, like `save`."""
+        if self.device.type != "cpu":
+            self._restore_staged(slot, data)
+            return
+        for state, part in self._parts(slot, data):
+            state.numpy()[:] = part.numpy()
+
+    @torch.inference_mode()
+    def _save_staged(self, slot: int, out: Tensor) -> None:
+        """Save by one copy from the device."""
+        staging = torch.empty(len(out), dtype=torch.uint8, device=self.device)
+        for state, part in self._parts(slot, staging):
+            part.copy_(state)
+        out.copy_(staging)
+
+    @torch.inference_mode()
+    def _restore_staged(self, slot: int, data: Tensor) -> None:
+        """Restore by one copy to the device; `data` may be overwritten when this returns."""
+        for state, part in self._parts(slot, data.to(self.device)):
+            state.copy_(part)
+
+    def _parts(self, slot: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each state in a slot as bytes, with its part of `data`."""
+        at = 0
+        for _, state in sorted(self._states.items()):
+            content = state[slot].view(-1).view(torch.uint8)
+            yield content, data[at : at + len(content)]
+            at += len(content)
 
     def build_kernels(self) -> None:
         """Compile the kernels that compute with the states, so that no request waits for it. Blocking."""
