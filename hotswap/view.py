@@ -7,7 +7,7 @@ offline.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -111,13 +111,16 @@ class EngineStatus:
     warnings: tuple[str, ...] = ()
 
     def updated(self, **fields: object) -> Self:
-        """Return it with other values for some fields.
+        """Return it with other values for some fields, as `dataclasses.replace` does."""
+        return self.updated_by(fields)
 
-        The same as `dataclasses.replace`, but it runs no `__init__`, which takes five times as long: a large
-        fleet makes thousands of these in a second.
+    def updated_by(self, fields: Mapping[str, object]) -> Self:
+        """Return it with other values for some fields, without `__init__`, which takes ten times as long.
+
+        A large fleet makes thousands of these in a second, for which arguments by name cost too much as well.
         """
         updated = object.__new__(type(self))
-        object.__setattr__(updated, "__dict__", self.__dict__ | fields)
+        object.__setattr__(updated, "__dict__", _merged(self, fields))
         return updated
 
     @property
@@ -168,10 +171,10 @@ class InstanceView(EngineStatus):
     num_opening: int = 0
 
     @classmethod
-    def of(cls, status: EngineStatus, **fields: object) -> InstanceView:
+    def of(cls, status: EngineStatus, fields: Mapping[str, object]) -> InstanceView:
         """Return the view of an engine's status and the fleet's own fields."""
         view = object.__new__(cls)
-        object.__setattr__(view, "__dict__", status.__dict__ | fields)
+        object.__setattr__(view, "__dict__", _merged(status, fields))
         return view
 
     @property
@@ -373,6 +376,12 @@ class FleetView:
     @cached_property
     def _running_on(self) -> dict[InstanceId, list[RunningView]]:
         return _grouped(self.running, attrgetter("instance"))
+
+
+def _merged(status: EngineStatus, fields: Mapping[str, object]) -> dict[str, object]:
+    merged = status.__dict__.copy()
+    merged.update(fields)
+    return merged
 
 
 def _grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:

@@ -128,24 +128,21 @@ class Instance:
             self._told = replace(self._told, state=InstanceState.LOST)
 
     def _view(self, status: EngineStatus) -> InstanceView:
-        return InstanceView.of(
-            status,
-            # A wrapper hides the ability, not the status.
-            max_adapters=status.max_adapters if _supports(type(self.engine), SupportsAdapters) else 0,
-            swapping=self.swapping,
-            target=self.target,
-            phase=self.current_phase(),
-            lost_because=(self.lost_because or status.lost_because) if status.state == "LOST" else "",
-            serving_since_s=self.serving_since_s if status.model is not None else None,
-            draining=self.draining,
-            swapped_s=self.swapped_s,
-            cooling_down=self._cooling_down() if self.cooldowns or self.refused else (),
-            **self._counts(),
-        )
+        own = self._counts()
+        # A wrapper hides the ability, not the status.
+        own["max_adapters"] = status.max_adapters if _supports(type(self.engine), SupportsAdapters) else 0
+        own["swapping"], own["target"], own["phase"] = self.swapping, self.target, self.current_phase()
+        own["lost_because"] = ""
+        if status.state == InstanceState.LOST:
+            own["lost_because"] = self.lost_because or status.lost_because
+        own["serving_since_s"] = self.serving_since_s if status.model is not None else None
+        own["draining"], own["swapped_s"] = self.draining, self.swapped_s
+        own["cooling_down"] = self._cooling_down() if self.cooldowns or self.refused else ()
+        return InstanceView.of(status, own)
 
     def counted(self, view: InstanceView) -> InstanceView:
         """Return an earlier view of it with the fleet's counts as they are now."""
-        return view.updated(**self._counts())
+        return view.updated_by(self._counts())
 
     def _counts(self) -> dict[str, object]:
         return {

@@ -321,7 +321,7 @@ class SimEngine(Engine):
                 preloaded=self._staged.model.id if self._staged else None,
                 node=self.node,
             )
-        status = self._outline.updated(**self._load())
+        status = self._outline.updated_by(self._load())
         # Without a model there is no pool.
         return status if self._serving else status.updated(num_free_kv_blocks=0, lost_because=self._because)
 
