@@ -1,13 +1,30 @@
-"""The time of the running event loop, on which hotswap's times are, and waiting for it.
+"""The running event loop, its time, on which hotswap's times are, and waiting for it.
 
 As anyio's, which find out first which kind of event loop runs: a simulation sleeps millions of times.
 """
 
 from __future__ import annotations
 
-from asyncio import get_running_loop, sleep
+from asyncio import AbstractEventLoop, get_running_loop, sleep
 
-__all__ = ["current_time", "sleep", "sleep_until"]
+from hotswap.errors import ConfigError
+
+__all__ = ["asyncio_loop", "current_time", "sleep", "sleep_until"]
+
+
+def asyncio_loop(what: str) -> AbstractEventLoop:
+    """Return the running event loop, for a part that needs asyncio's.
+
+    Raises:
+        ConfigError: another one runs, as trio's; the message names the part.
+    """
+    try:
+        return get_running_loop()
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"{what} runs on asyncio alone, and this event loop is another; start the program by "
+            "asyncio.run, or by anyio.run with its default backend."
+        ) from exc
 
 
 def current_time() -> float:

@@ -32,7 +32,7 @@ from hotswap.checks import (
 from hotswap.engine import Engine
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
 from hotswap.kv_store import KVStore
-from hotswap.loop_time import current_time
+from hotswap.loop_time import asyncio_loop, current_time
 from hotswap.migration import Mover
 from hotswap.model import Adapter, Model, ModelCard
 from hotswap.request import ModelId, Request, RequestId
@@ -183,6 +183,7 @@ class Core(AsyncContextManagerMixin):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        asyncio_loop("A fleet")
         # Task groups, also those of engines, would wrap what passes through them: it is raised outside.
         error: BaseException | None = None
         async with AsyncExitStack() as stack:
@@ -191,8 +192,7 @@ class Core(AsyncContextManagerMixin):
                 if self.state.kv_store is not None:
                     await enter(stack, self.state.kv_store, "The KV store")
                 await stack.enter_async_context(self.operations.supervisor)
-                engines = [instance.engine for instance in self.state.instances.values()]
-                await self.operations.supervisor.start(*engines)
+                await self.operations.supervisor.start(*(one.engine for one in self.state.instances.values()))
                 await self.models.open()
                 last_view = LastView(self.state, wanted=self.telemetry.measures)
                 stack.callback(last_view.close)

@@ -63,8 +63,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
             their KV blocks if both engines support that.
         migration_limits: when a move is given up, and how many an instance may take part in.
         on_migration: called with every `MigrationRecord`, synchronously.
-        tracer_provider: for spans; OpenTelemetry's global one by default.
-        meter_provider: for metrics; likewise.
+        tracer_provider, meter_provider: for spans and for metrics; OpenTelemetry's global ones by default.
         kv_store: keeps KV blocks of evicted and ended requests across swaps, so that they are copied in place
             of being computed again; the fleet opens and closes it. Without one they are lost.
         kv_write_through_s: every so many seconds full KV blocks of requests that run are saved, so that a
@@ -72,7 +71,8 @@ class Fleet(Requests, AsyncContextManagerMixin):
             or a drain is to come.
         random: draws the seeds of requests that name none; by default each is another in every process.
 
-    Raises `ConfigError` if an argument is wrong, by its name; the verbs do so before they do anything else.
+    Raises `ConfigError` if an argument is wrong, by its name; the verbs do so before they do anything else,
+    and `async with` on another event loop than asyncio's, as trio's.
     """
 
     def __init__(

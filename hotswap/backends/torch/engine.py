@@ -52,6 +52,7 @@ from hotswap.checks import check_counts
 from hotswap.engine import Engine, StatusListener
 from hotswap.errors import ConfigError, InstanceError, InstanceLost, RequestEvicted
 from hotswap.hardware import parse_bytes
+from hotswap.loop_time import asyncio_loop
 from hotswap.migration import CachedKV, KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, Request, RequestId
@@ -220,13 +221,7 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError as exc:
-            raise ConfigError(
-                f"Engine {self.id!r} runs on asyncio alone, and this event loop is another; start the "
-                "program by asyncio.run, or by anyio.run with its default backend."
-            ) from exc
+        self._loop = asyncio_loop(f"Engine {self.id!r}")
         await self._start()
         self._life.has_begun = True
         try:
