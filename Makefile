@@ -37,6 +37,8 @@ BROWSER := .cache/browser-env
 DOCS := .cache/docs-env
 SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
+# Where pip is seen, it shows how far it is.
+QUIET = $(if $(MAKE_TERMOUT),,--quiet)
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
@@ -91,7 +93,7 @@ ray-env: $(RAY)/.ready  ## install Ray, for its tests and for `benchmarks remote
 door-env: $(READY)  ## install what tests call a server by: schemathesis, and OpenAI's client of npm
 	@cmp --quiet tests/door/clients/requirements.txt $(DOOR)/.requirements \
 	    || { test -x $(DOOR)/bin/python || $(BIN)/python -m venv $(DOOR); \
-	         $(DOOR)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/door/clients/requirements.txt \
+	         $(DOOR)/bin/python -m pip install $(QUIET) --disable-pip-version-check -r tests/door/clients/requirements.txt \
 	         && cp tests/door/clients/requirements.txt $(DOOR)/.requirements; } \
 	    || echo "schemathesis could not be installed; its tests are left out." >&2
 	@cmp --quiet tests/door/clients/package.json $(DOOR)/.package \
@@ -152,9 +154,9 @@ clean:  ## remove .venv and everything the tools leave behind
 $(READY): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "hotswap needs Python 3.11 or newer, and none was found as: $(PYTHONS)." \
 	    "Install one, or name it: make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3" >&2; exit 1; }
-	@test -e $@ || { rm -rf .venv && $(PYTHON) -m venv .venv; }
 	@echo "Installing hotswap[$(EXTRAS)] into .venv$(if $(CONSTRAINTS), by $(CONSTRAINTS)): minutes, but only once." >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@test -e $@ || { rm -rf .venv && $(PYTHON) -m venv .venv; }
+	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[$(EXTRAS)]"
 	@$(if $(filter torch,$(subst $(comma), ,$(EXTRAS))),echo "Compiling kernels for this CPU: seconds$(comma) but only once." >&2; \
 	    $(BIN)/hotswap warm || echo "They could not be compiled now: the first load compiles them." >&2)
@@ -163,26 +165,26 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 # The three that it brings along are builds for CUDA, which clash with the torch for CPUs; text needs none of them.
 $(VLLM)/.vllm: benchmarks/requirements-vllm.txt | $(READY)
 	@rm -rf $(VLLM) && $(BIN)/python -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@$(VLLM)/bin/python -m pip install $(QUIET) --disable-pip-version-check --requirement $<
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Anew when pyproject.toml changes, which names what vLLM loads of hotswap.
 $(VLLM)/.ready: $(VLLM)/.vllm pyproject.toml
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[torch,testing,llamacpp]" \
+	@$(VLLM)/bin/python -m pip install $(QUIET) --disable-pip-version-check --editable ".[torch,testing,llamacpp]" \
 	    gguf psutil pytest-timeout pytest-xdist
 	@touch $@
 
 # With a torch of its own, so that nothing of .venv is pinned by Ray.
 $(RAY)/.ready: pyproject.toml $(CONSTRAINTS) | $(READY)
 	@test -x $(RAY)/bin/python || $(BIN)/python -m venv $(RAY)
-	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(RAY)/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[torch,testing,ray]" psutil pytest-timeout
 	@touch $@
 
 $(BROWSER)/.ready: pyproject.toml $(CONSTRAINTS) | $(READY)
 	@test -x $(BROWSER)/bin/python || $(BIN)/python -m venv $(BROWSER)
-	@$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(BROWSER)/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[door,testing]" \
 	    "playwright>=1.50" "axe-playwright-python>=0.1.8" pytest-timeout
 	@touch $@
@@ -190,7 +192,7 @@ $(BROWSER)/.ready: pyproject.toml $(CONSTRAINTS) | $(READY)
 # Mermaid draws the diagrams. Where npm cannot bring it, the site shows them as text.
 $(DOCS)/.ready: pyproject.toml constraints/docs.txt $(CONSTRAINTS) | $(READY)
 	@test -x $(DOCS)/bin/python || $(BIN)/python -m venv $(DOCS)
-	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(DOCS)/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 	    $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --constraint constraints/docs.txt --editable ".[docs]"
 	@test -e $(DOCS)/mermaid/dist/mermaid.min.js \
 	    || { command -v npm > /dev/null && mkdir -p $(DOCS)/mermaid && (cd $(DOCS)/mermaid \
@@ -203,7 +205,7 @@ $(DOCS)/.ready: pyproject.toml constraints/docs.txt $(CONSTRAINTS) | $(READY)
 $(BENCH)/.ready: benchmarks/requirements.txt $(CONSTRAINTS) | $(READY)
 	@rm -rf $(BENCH) && $(BIN)/python -m venv $(BENCH)
 	@grep -Ev '^(#|$$)' $< | while read -r peer; do \
-	    $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(BENCH)/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 	        $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) "$$peer" </dev/null \
 	        || echo "$$peer could not be installed; it is left out." >&2; done
 	@touch $@
