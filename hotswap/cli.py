@@ -184,7 +184,7 @@ def _config_schema(_: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from hotswap.commands.simulate import COLUMNS, COUNTS, simulate_all
+    from hotswap.commands.simulate import COLUMNS, COUNTS, in_time_text, simulate_all
 
     if arguments.plots and arguments.out is None:
         raise ConfigError("--plots needs --out, the directory that pictures go to.")
@@ -192,7 +192,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         report, rows = simulate_all(
             arguments, lambda name: bars.enter_context(progress_bar(f"Simulating {name}", unit="requests"))
         )
-    _tell(arguments, report, table(("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS))), rows))
+    rows_text = table(("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS))), rows)
+    _tell(arguments, report, f"{rows_text}\nATTAINMENT: {in_time_text(arguments)}")
     return OK
 
 
@@ -362,13 +363,14 @@ def _clear(arguments: argparse.Namespace) -> int:
 
 def _models_check(arguments: argparse.Namespace) -> int:
     config = _config_of(arguments.source)
-    from hotswap.backends.torch.compatibility import Verdict, check_config
-
     served, why = "refused", ""
-    try:
-        served = str(check_config(config))
-    except UnsupportedModel as exc:
-        why = str(exc)
+    with progress_bar(f"Checking {arguments.source}", unit="models"):  # transformers takes seconds to import
+        from hotswap.backends.torch.compatibility import Verdict, check_config
+
+        try:
+            served = str(check_config(config))
+        except UnsupportedModel as exc:
+            why = str(exc)
     descriptions = {
         Verdict.EXACT: "served exactly",
         Verdict.UNKNOWN: "not known; its load decides, by comparing the model with its own attention",

@@ -17,7 +17,7 @@ from hotswap.simulation.plots import draw
 from hotswap.simulation.run import simulate
 from hotswap.simulation.trace import Trace, generate, power_law_lengths
 
-__all__ = ["COLUMNS", "COUNTS", "DEFAULT", "asked_cluster", "asked_trace", "simulate_all"]
+__all__ = ["COLUMNS", "COUNTS", "DEFAULT", "asked_cluster", "asked_trace", "in_time_text", "simulate_all"]
 
 # Schedulers, where none is named.
 DEFAULT = ("CostSwap()",)
@@ -76,6 +76,14 @@ def simulate_all(
         "outcomes": [{"scheduler": o.name, **o.summary(slo)} for o in outcomes],
     }
     return report, [_row(outcome, slo) for outcome in outcomes]
+
+
+def in_time_text(arguments: argparse.Namespace) -> str:
+    """Return what the share of requests in time is of."""
+    return (
+        f"the share of requests with TTFT up to {arguments.ttft:g} s (--ttft) and TPOT up to "
+        f"{arguments.tpot:g} s (--tpot)."
+    )
 
 
 def asked_trace(arguments: argparse.Namespace) -> Trace:

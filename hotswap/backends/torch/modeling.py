@@ -268,9 +268,11 @@ def _parse(config_text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(config_text, object_hook=_special_float)
     except ValueError as exc:
-        raise ShardCorrupt(f"The manifest's config is not JSON ({exc}); convert the model again.") from exc
+        raise ShardCorrupt(
+            f"The model's config is not JSON ({exc}); download or convert the model again."
+        ) from exc
     if not isinstance(parsed, dict):
-        raise ShardCorrupt("The manifest's config is not a JSON object; convert the model again.")
+        raise ShardCorrupt("The model's config is not a JSON object; download or convert the model again.")
     return cast("dict[str, Any]", parsed)
 
 
