@@ -7,6 +7,8 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -64,18 +66,23 @@ def test_the_first_swap_goes_as_the_page_says(checkpoints: tuple[Checkpoint, ...
     ]
 
 
-async def test_the_service_answers_as_the_page_calls_it() -> None:
-    service, real = blocks("tutorials/fastapi.md", "python")
-    assert "def make_fleet() -> Fleet:" in service
-    compile(real, "fastapi.md", "exec")
+@asynccontextmanager
+async def service_of(code: str) -> AsyncGenerator[httpx.AsyncClient]:
+    """A client of the tutorial's service while it serves."""
     module = ModuleType("service")
     sys.modules["service"] = module  # where pydantic looks names up
-    exec(compile(service, "service.py", "exec"), module.__dict__)
+    exec(compile(code, "service.py", "exec"), module.__dict__)
     app = module.app
     async with (
         module.lifespan(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
+        yield client
+
+
+async def test_the_service_answers_as_the_page_calls_it() -> None:
+    service, _ = blocks("tutorials/fastapi.md", "python")
+    async with service_of(service) as client:
         asked = await client.post("/ask", json={"model": "small", "prompt": [1, 2, 3]})
         assert (asked.status_code, len(asked.text.splitlines())) == (200, 16)
         body = {"model": "large", "prompt": [1, 2, 3], "max_tokens": 4}
@@ -84,6 +91,18 @@ async def test_the_service_answers_as_the_page_calls_it() -> None:
         refused = await client.post("/ask", json={"model": "huge", "prompt": [1]})
         assert (refused.status_code, "'huge'" in refused.json()["error"]) == (400, True)
         assert (await client.get("/busy")).json() == {"small": 0, "large": 0}
+
+
+async def test_the_service_answers_in_text_with_the_models_that_the_page_makes(
+    checkpoints: tuple[Checkpoint, ...], tmp_path: Path
+) -> None:
+    service, real = blocks("tutorials/fastapi.md", "python")
+    alice = checkpoints[0]
+    code = f"{service}\n{real}".replace("/tmp/models", str(alice.path.parent))
+    async with service_of(code.replace("/tmp/hotswap", str(tmp_path))) as client:
+        body = {"model": "small", "prompt": "Alice was beginning to get", "max_tokens": 20}
+        lines = (await client.post("/ask", json=body)).text.split("\n")[:20]
+    assert alice.continuation.startswith("".join(line.partition(" ")[2] for line in lines))
 
 
 def test_the_policy_is_compared_on_a_trace_in_azures_form(tmp_path: Path) -> None:
@@ -99,5 +118,6 @@ def test_the_policy_is_compared_on_a_trace_in_azures_form(tmp_path: Path) -> Non
     follow(tmp_path, "convert.py")
     assert (tmp_path / "azure.csv").read_text().splitlines()[2] == "1.0,301,21"
     said = follow(tmp_path, "compare.py").splitlines()
-    assert [line.partition(" ")[0] for line in said] == ["mine", "CostSwap"]
+    assert [line.partition(" ")[0] for line in said[::2]] == ["mine", "CostSwap"]
+    assert all("of them in time" in line for line in said[1::2])
     assert {"latency.png", "residency-1.png"} <= {file.name for file in (tmp_path / "report").iterdir()}
