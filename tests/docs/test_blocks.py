@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -10,56 +9,34 @@ import shlex
 import tomllib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from inspect import isawaitable
 from pathlib import Path
-from types import CodeType
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.trace import TracerProvider
 
-from hotswap import Adapter, Chat, Fleet, FleetStream, Sampling, policies
+from hotswap import Adapter, Chat, Fleet, FleetStream, MigrationLimits, Model, Sampling, policies
+from hotswap.abc import ModelCard
+from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
 from hotswap.cli import _parser
 from hotswap.config import read_config
-from hotswap.door import ApiKey, create_app
+from hotswap.door import ApiKey, Served, create_app
 from hotswap.door.openapi import document
+from hotswap.hardware import parse_bytes
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies.by_name import router_named, scheduler_named
+from hotswap.testing import KVStoreConformance
 from tests.docs.calls import wrong_calls
-from tests.docs.pages import DOCS
-from tests.house.tree import ROOT
+from tests.docs.running import all_blocks, free_port, run, runnable
 from tests.runtime.support import Idle, engine_of, sim_fleet
-
-PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "decisions" not in page.parts)]
-_BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(language: str) -> list[tuple[str, str]]:
-    """All blocks of a language, by page and without the indentation of a list."""
-    return [
-        (
-            page.relative_to(ROOT).as_posix(),
-            "\n".join(line.removeprefix(indent) for line in code.splitlines()),
-        )
-        for page in PAGES
-        for indent, of, code in _BLOCK.findall(page.read_text("utf-8"))
-        if of == language
-    ]
-
-
-def runnable(page: str, contains: str) -> CodeType:
-    """The only block of a page that contains a text, compiled; it may await."""
-    (code,) = (code for of, code in blocks("python") if of == f"docs/{page}" and contains in code)
-    compiled = compile(code, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    assert isinstance(compiled, CodeType)
-    return compiled
-
-
-async def run(code: CodeType, names: dict[str, object]) -> None:
-    if isawaitable(done := eval(code, names)):
-        await done
 
 
 def test_every_block_of_python_calls_what_there_is() -> None:
-    found = blocks("python")
+    found = all_blocks("python")
     assert len(found) > 50
     assert [f"{page}: {said}" for page, code in found for said in wrong_calls(code, page)] == []
 
@@ -74,7 +51,7 @@ def test_a_wrong_call_is_found() -> None:
 def test_every_command_of_hotswap_is_one() -> None:
     lines = [
         (page, line.partition(" #")[0].strip())
-        for page, code in blocks("sh")
+        for page, code in all_blocks("sh")
         for line in code.replace("\\\n", " ").splitlines()
         if line.startswith("hotswap ")
     ]
@@ -90,7 +67,7 @@ def test_every_command_of_hotswap_is_one() -> None:
 def test_every_request_of_curl_is_one_of_the_endpoints() -> None:
     paths = document()["paths"]
     assert isinstance(paths, dict)
-    asked = [(page, code) for page, code in blocks("sh") if "curl " in code and ":8000/" in code]
+    asked = [(page, code) for page, code in all_blocks("sh") if "curl " in code and ":8000/" in code]
     assert len(asked) > 3
     for page, code in asked:
         for path in re.findall(r":8000(/[\w/]+)", code):
@@ -100,7 +77,7 @@ def test_every_request_of_curl_is_one_of_the_endpoints() -> None:
 
 
 def test_every_file_of_toml_is_a_fleet(tmp_path: Path) -> None:
-    found = blocks("toml")
+    found = all_blocks("toml")
     assert len(found) > 6
     for page, text in found:
         assert tomllib.loads(text), page
@@ -172,7 +149,7 @@ class _Texts:
 
 
 def test_the_conversation_of_its_page_is_one() -> None:
-    code = next(code for of, code in blocks("python") if of == "docs/chat.md").partition("done =")[0]
+    code = next(code for of, code in all_blocks("python") if of == "docs/chat.md").partition("done =")[0]
     names: dict[str, object] = {}
     exec(compile(code, "chat.md", "exec"), names)
     messages = names["messages"]
@@ -188,3 +165,62 @@ async def test_the_door_opens_with_keys_as_the_page_has_it(monkeypatch: pytest.M
         names: dict[str, object] = {"fleet": fleet, "os": os, "ApiKey": ApiKey, "create_app": create_app}
         await run(runnable("door.md", "ApiKey("), names)
         assert names["app"] is not None
+
+
+def fleet_of(*_: object, **options: Any) -> Fleet:
+    """In place of the `Fleet(..., more=)` of a page: a simulated fleet has what the page leaves out."""
+    return sim_fleet("llama", **options)
+
+
+async def test_a_server_listens_as_the_page_has_it() -> None:
+    port = free_port()
+    said: list[int] = []
+
+    async def ask() -> None:
+        async with httpx.AsyncClient() as client:
+            said.append((await client.get(f"http://127.0.0.1:{port}/v1/models")).status_code)
+
+    names = {"Fleet": fleet_of, "anyio": SimpleNamespace(sleep_forever=ask)}
+    await run(runnable("door.md", "listen(", {"8000": port}), names)
+    assert said == [200]
+
+
+@virtual_time
+async def test_a_fleet_has_the_parts_that_pages_give_it() -> None:
+    names: dict[str, Any] = {name: getattr(policies, name) for name in policies.__all__}
+    names |= {"Fleet": fleet_of, "MigrationLimits": MigrationLimits}
+    names["Sampling"] = Sampling
+    asked = ' as fleet:\n    done = await fleet.generate("llama", [1], Sampling(max_tokens=2))'
+    await run(runnable("policies.md", "on_migration=", {" as fleet:\n    ...": asked}), names)
+    assert len(names["done"].tokens) == 2
+    providers = {"tracer_provider": TracerProvider(), "meter_provider": MeterProvider()}
+    await run(runnable("telemetry.md", "tracer_provider"), names | providers)
+
+
+async def test_values_are_made_as_pages_have_them() -> None:
+    names: dict[str, Any] = {name: getattr(policies, name) for name in policies.__all__}
+    names |= {"Model": Model, "ModelCard": ModelCard, "Served": Served, "parse_bytes": parse_bytes}
+    await run(runnable("checkpoints.md", "for a LlamaCppEngine"), names)
+    await run(runnable("door.md", "Served("), names)
+    await run(runnable("policies.md", "PrePlacement("), names)
+    names |= {"model": Model("a"), "manifest": sim_manifest("a", 1 << 30)}
+    await run(runnable("policies.md", "SharingAdvisor(", {"            ...,\n": ""}), names)
+
+
+@virtual_time
+async def test_an_engine_is_measured_as_the_page_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {
+        "engine": SimEngine("e0", kv_blocks=4096),
+        "Model": Model,
+        "ModelCard": ModelCard,
+        "store": SimStore([sim_manifest("llama", 1 << 30)]),
+    }
+    await run(runnable("simulation.md", "measure_engine"), names)
+    mean, _ = map(float, capsys.readouterr().out.split())
+    assert mean < 0.05
+
+
+def test_a_store_of_ones_own_is_checked_by_its_suite() -> None:
+    names: dict[str, Any] = {"KVStoreConformance": KVStoreConformance, "MyStore": HostKVStore}
+    exec(runnable("kv-blocks.md", "KVStoreConformance"), names)
+    assert names["TestMyStore"]().make_store(1 << 20) is not None
