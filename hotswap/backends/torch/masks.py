@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hotswap.backends.torch.step_numbers import to_device
 from hotswap.errors import HotswapError, InstanceError
 
 __all__ = ["Constraint", "Mask", "MaskThread", "Masks", "apply_mask"]
@@ -27,13 +29,13 @@ class Mask:
     """The tokens that may come next in one request, or why the request cannot go on.
 
     Attributes:
-        listed: Token ids, int64, on the CPU.
+        listed: Token ids.
         allows: Whether these are the tokens that may come; if not, they are those that may not.
         vocabulary: The number of token ids that the mask knows; others may not come.
         error: Ends the request; its mask is not used then.
     """
 
-    listed: Tensor
+    listed: npt.NDArray[np.int64]
     allows: bool
     vocabulary: int
     error: HotswapError | None = None
@@ -44,12 +46,12 @@ class Mask:
         bits = np.unpackbits(words.numpy().view(np.uint8), count=vocabulary, bitorder="little").view(np.bool_)
         allows = 2 * int(np.count_nonzero(bits)) < vocabulary
         listed = np.flatnonzero(bits if allows else ~bits)
-        return cls(torch.as_tensor(listed), allows, vocabulary)
+        return cls(listed, allows, vocabulary)
 
     @classmethod
     def failed(cls, error: HotswapError) -> Mask:
         """Return the mask of a request that an error ends."""
-        return cls(torch.zeros(0, dtype=torch.int64), True, 0, error)
+        return cls(np.zeros(0, np.int64), True, 0, error)
 
 
 Masks: TypeAlias = "tuple[Mask | None, ...]"
@@ -112,13 +114,13 @@ def apply_mask(logits: Tensor, mask: Mask) -> None:
     listed = mask.listed
     if mask.vocabulary > len(logits):
         listed = listed[listed < len(logits)]
-    listed = listed.to(logits.device)
+    ids = to_device(listed, logits.device)
     if mask.allows:
-        kept = logits[listed]
+        kept = logits[ids]
         logits.fill_(-torch.inf)
-        logits[listed] = kept
+        logits[ids] = kept
     else:
-        logits.index_fill_(0, listed, -torch.inf)
+        logits.index_fill_(0, ids, -torch.inf)
         logits[mask.vocabulary :] = -torch.inf
 
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hotswap.backends.bad_words import BadWords
 from hotswap.backends.torch.distribution import (
     Workspace,
+    cut_together,
     draw,
     keep_from,
     to_weights,
@@ -26,6 +29,7 @@ from hotswap.backends.torch.distribution import (
     uniform,
 )
 from hotswap.backends.torch.masks import Constraint, Mask, apply_mask
+from hotswap.backends.torch.step_numbers import to_device
 from hotswap.errors import HotswapError, InstanceError, InvalidRequest
 from hotswap.request import TokenLogprob
 from hotswap.sampling import Sampling
@@ -35,6 +39,8 @@ __all__ = ["Choice", "Sampler", "sample"]
 _NEVER = -math.inf
 
 _Change: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+_Ids: TypeAlias = npt.NDArray[np.int64]
+_Floats: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,8 @@ class Sampler:
         """Return the tokens of which one must come at position `index`; none if any may."""
         return self.sampling.forced_end_tokens if index == self.sampling.max_tokens - 1 else ()
 
-    def forbidden(self, index: int) -> Tensor:
-        """Return the tokens that may not come at position `index`, int64; one may be named twice."""
+    def forbidden(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the tokens that may not come at position `index`; one may be named twice."""
         found = [self._never]
         if self._may_not_stop(index):
             found.append(self._stop_ids)
@@ -118,14 +124,14 @@ class Sampler:
             found.append(_ids(self.sampling.begin_suppress_tokens))
         if completing := self._bad_words.completing():
             found.append(_ids(completing))
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return np.concatenate(found) if len(found) > 1 else found[0]
 
     def _may_not_stop(self, index: int) -> bool:
         return bool(len(self._stop_ids)) and index < self.sampling.min_tokens
 
 
 class _Counts:
-    """How often each token occurs, in tensors that grow by doubling."""
+    """How often each token occurs, in arrays that grow by doubling."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._places: dict[int, int] = {}
@@ -135,21 +141,21 @@ class _Counts:
                 counts.append(0.0)
             counts[place] += 1
         room = max(64, 2 * len(counts))
-        self._ids, self._counts = torch.zeros(room, dtype=torch.long), torch.zeros(room)
-        self._ids[: len(counts)] = torch.tensor(list(self._places), dtype=torch.long)
-        self._counts[: len(counts)] = torch.tensor(counts)
+        self._ids, self._counts = np.zeros(room, np.int64), np.zeros(room, np.float32)
+        self._ids[: len(counts)] = list(self._places)
+        self._counts[: len(counts)] = counts
 
     def __bool__(self) -> bool:
         return True
 
     @property
-    def ids(self) -> Tensor:
+    def ids(self) -> _Ids:
         """The tokens, `[distinct]`."""
         return self._ids[: len(self._places)]
 
     @property
-    def counts(self) -> Tensor:
-        """How often each occurs, `[distinct]`, fp32."""
+    def counts(self) -> _Floats:
+        """How often each occurs, `[distinct]`."""
         return self._counts[: len(self._places)]
 
     def add(self, token: int) -> None:
@@ -158,8 +164,8 @@ class _Counts:
         if place is None:
             place = self._places[token] = len(self._places)
             if place == len(self._ids):
-                self._ids = torch.cat((self._ids, torch.zeros_like(self._ids)))
-                self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
+                self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
             self._ids[place] = token
         self._counts[place] += 1
 
@@ -171,7 +177,7 @@ def sample(
     space: Workspace | None = None,
     masks: Sequence[Mask | None] = (),
 ) -> list[Choice]:
-    """Return the next token of each request.
+    """Return the next token of each request. The host reads the device once, at the end.
 
     Args:
         logits: `[requests, vocabulary]`, of any floating dtype; not changed.
@@ -184,48 +190,52 @@ def sample(
     # Rows that are drawn come first, so that all operations on them are on one block of memory.
     order = sorted(range(len(samplers)), key=lambda row: not samplers[row].sampling.is_random)
     rows = space.rows(len(order), logits.shape[1], logits.device)
-    rows.copy_(logits if order == list(range(len(order))) else logits[order])
+    in_order = order == list(range(len(order)))
+    rows.copy_(logits if in_order else logits[to_device(np.array(order), logits.device)])
     placed = [(samplers[row], indices[row]) for row in order]
-    largest = rows.amax(-1)
-    finite = [math.isfinite(most) for most in _floats(largest)]
-    changed = [
-        at for at, (sampler, index) in enumerate(placed) if finite[at] and sampler.changes_logits(index)
+    largest = most = rows.amax(-1)
+    changed = [(at, *one) for at, one in enumerate(placed) if one[0].changes_logits(one[1])]
+    for row, number in zip(rows, order, strict=True):
+        if masks and (mask := masks[number]) is not None and mask.error is None:
+            apply_mask(row, mask)
+    _change(rows, changed)
+    if changed or any(masks):
+        most = rows.amax(-1)
+    able = largest.isfinite() & (most > _NEVER)
+    if rows.device.type != "cpu" or not bool(able.all()):  # of these nothing is kept, and all is finite
+        rows.masked_fill_(~able[:, None], 0.0)
+        most = most.masked_fill(~able, 0.0)
+    tokens = _choose(rows, placed, most, space)
+    asking = [at for at, (sampler, _) in enumerate(placed) if sampler.sampling.logprobs is not None]
+    logprobs = [
+        _logprobs(logits[order[at]], rows[at], placed[at][0].sampling, tokens[at : at + 1]) for at in asking
     ]
-    placed_masks = [(at, mask) for at, row in enumerate(order) if masks and (mask := masks[row]) is not None]
-    for at, mask in placed_masks:
-        if finite[at] and mask.error is None:
-            apply_mask(rows[at], mask)
-    _change(rows, [(at, *placed[at]) for at in changed])
-    able = list(finite)
-    if changed or placed_masks:
-        largest = rows.amax(-1)
-        for at, most in enumerate(_floats(largest)):
-            able[at] = finite[at] and most > _NEVER
-    for at, mask in placed_masks:
-        able[at] = able[at] and mask.error is None
-    for at, fine in enumerate(able):
-        if not fine:
-            rows[at] = largest[at] = 0.0  # of what follows nothing is kept, and all of it is finite
-    tokens = _choose(rows, placed, largest, space)
+    ids, highest, fine, *numbers = read([tokens, largest, able, *logprobs])
+    found = dict(zip(asking, numbers, strict=True))
     choices = [Choice(-1)] * len(order)
     for at, row in enumerate(order):
-        sampling = samplers[row].sampling
-        if not finite[at]:
-            choices[row] = Choice(-1, error=_not_finite(float(logits[row].max())))
-        elif not able[at]:
-            mask = masks[row] if masks else None
-            choices[row] = Choice(-1, error=(mask and mask.error) or _nothing_left())
-        elif sampling.logprobs is None:
-            choices[row] = Choice(tokens[at])
+        mask = masks[row] if masks else None
+        if error := _error(highest[at], mask, is_able=bool(fine[at])):
+            choices[row] = Choice(-1, error=error)
         else:
-            choices[row] = _with_logprobs(logits[row], rows[at], sampling, tokens[at])
+            choices[row] = _to_choice(int(ids[at]), found.get(at))
     return choices
 
 
-def _choose(
-    rows: Tensor, placed: Sequence[tuple[Sampler, int]], largest: Tensor, space: Workspace
-) -> list[int]:
-    """Return the token of each row; rows that are drawn come first, and become weights.
+def read(parts: Sequence[Tensor]) -> list[list[float]]:
+    """Return the numbers of vectors, as fp64; the host waits for the device once."""
+    untyped: Any = torch.cat([part.double() for part in parts])
+    numbers: list[float] = untyped.tolist()
+    found: list[list[float]] = []
+    at = 0
+    for part in parts:
+        found.append(numbers[at : at + part.numel()])
+        at += part.numel()
+    return found
+
+
+def _choose(rows: Tensor, placed: Sequence[tuple[Sampler, int]], largest: Tensor, space: Workspace) -> Tensor:
+    """Return the token of each row, `[rows]`, int64; rows that are drawn come first, and become weights.
 
     Args:
         rows: Logits, `[rows, vocabulary]`, in the workspace.
@@ -234,16 +244,13 @@ def _choose(
         space: Memory to compute in.
     """
     drawn = [(sampler.sampling, index) for sampler, index in placed if sampler.sampling.is_random]
-    tokens: list[int] = []
+    tokens = [rows[len(drawn) :].max(-1).indices]
     if drawn:
         weights = rows[: len(drawn)]
         to_weights(weights, [sampling.temperature for sampling, _ in drawn], largest[: len(drawn)])
-        for row, (sampling, _) in zip(weights, drawn, strict=True):
-            _cut(row, sampling, space)
-        tokens = draw(weights, [uniform(sampling.seed or 0, index) for sampling, index in drawn])
-    if len(drawn) < len(rows):
-        tokens += _integers(rows[len(drawn) :].max(-1).indices)
-    return tokens
+        _cut(weights, [sampling for sampling, _ in drawn], space)
+        tokens.insert(0, draw(weights, [uniform(sampling.seed or 0, index) for sampling, index in drawn]))
+    return torch.cat(tokens)
 
 
 def _change(logits: Tensor, placed: Sequence[tuple[int, Sampler, int]]) -> None:
@@ -261,7 +268,7 @@ def _change(logits: Tensor, placed: Sequence[tuple[int, Sampler, int]]) -> None:
     for row, sampler, _ in placed:
         if sampler.seen is not None:
             ids = sampler.seen.ids
-            edits.put(row, ids, torch.full(ids.shape, sampler.sampling.repetition_penalty))
+            edits.put(row, ids, np.full(len(ids), sampler.sampling.repetition_penalty, np.float32))
     edits.apply(lambda found, penalty: torch.where(found > 0, found / penalty, found * penalty))
     for row, sampler, _ in placed:
         if sampler.generated is not None:
@@ -273,7 +280,7 @@ def _change(logits: Tensor, placed: Sequence[tuple[int, Sampler, int]]) -> None:
         if forced := sampler.forced(index):
             _force(logits[row], forced, unless_none=sampler.constraint is not None)
         if len(forbidden := sampler.forbidden(index)):
-            edits.put(row, forbidden, torch.full(forbidden.shape, _NEVER))
+            edits.put(row, forbidden, np.full(len(forbidden), _NEVER, np.float32))
     edits.apply(lambda _, never: never)
 
 
@@ -283,14 +290,14 @@ def _force(logits: Tensor, tokens: Sequence[int], *, unless_none: bool) -> None:
     With `unless_none` those stay out that a grammar has left out before, and if none is left the row stays as
     it is: what a grammar allows goes before what is forced.
     """
-    kept = torch.tensor([token for token in tokens if token < len(logits)], dtype=torch.long)
-    kept = kept.to(logits.device)
+    kept = to_device(_ids(token for token in tokens if token < len(logits)), logits.device)
+    forced = torch.full_like(logits, _NEVER)
     if unless_none:
-        kept = kept[logits[kept] > _NEVER]
-        if not len(kept):
-            return
-    logits.fill_(_NEVER)
-    logits[kept] = 0.0
+        allowed = logits[kept] > _NEVER
+        forced[kept] = torch.where(allowed, 0.0, _NEVER)
+        logits.copy_(torch.where(allowed.any(), forced, logits))
+    else:
+        logits.copy_(forced.index_fill_(0, kept, 0.0))
 
 
 class _Edits:
@@ -298,10 +305,10 @@ class _Edits:
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
-        self._places: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._places: list[_Ids] = []
+        self._values: list[_Floats] = []
 
-    def put(self, row: int, ids: Tensor, values: Tensor) -> None:
+    def put(self, row: int, ids: _Ids, values: _Floats) -> None:
         """Collect a change of tokens of a row; those outside of the vocabulary are left out."""
         size = self._logits.shape[1]
         if len(ids) and int(ids.max()) >= size:
@@ -313,16 +320,29 @@ class _Edits:
     def apply(self, change: _Change) -> None:
         """Make the collected changes."""
         if self._places:
-            places = torch.cat(self._places).to(self._logits.device)
+            places = to_device(np.concatenate(self._places), self._logits.device)
             rows, width = len(self._logits), self._logits.stride(0)
             flat = self._logits.as_strided((rows * width,), (1,))
-            values = torch.cat(self._values).to(self._logits.device)
+            values = to_device(np.concatenate(self._values), self._logits.device)
             flat[places] = change(flat[places], values)
             self._places, self._values = [], []
 
 
-def _cut(weights: Tensor, sampling: Sampling, space: Workspace) -> None:
-    """Set the weights of a row that `top_k`, `top_p` and `min_p` cut to 0."""
+def _cut(weights: Tensor, samplings: Sequence[Sampling], space: Workspace) -> None:
+    """Set the weights of rows that `top_k`, `top_p` and `min_p` cut to 0."""
+    if weights.device.type == "cpu":
+        for row, sampling in zip(weights, samplings, strict=True):
+            _cut_row(row, sampling, space)
+    elif any(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p for sampling in samplings):
+        cut_together(
+            weights,
+            [sampling.top_k for sampling in samplings],
+            [sampling.top_p for sampling in samplings],
+            [sampling.min_p for sampling in samplings],
+        )
+
+
+def _cut_row(weights: Tensor, sampling: Sampling, space: Workspace) -> None:
     if sampling.top_k:
         keep_from(weights, top_k_threshold(weights, sampling.top_k))
     bound = top_p_threshold(weights, sampling.top_p, space) if sampling.top_p < 1.0 else 0.0
@@ -330,14 +350,14 @@ def _cut(weights: Tensor, sampling: Sampling, space: Workspace) -> None:
     keep_from(weights, max(bound, least))
 
 
-def _with_logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: int) -> Choice:
-    """Return the choice of a token with the log-probabilities that were asked for.
+def _logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: Tensor) -> Tensor:
+    """Return the log-probability of a token, then the ids of the most probable ones, then theirs: fp64.
 
     Args:
         logits: The model's, `[vocabulary]`.
         row: What became of them: weights if the token was drawn, else changed logits.
         sampling: The request's parameters.
-        token: The token.
+        token: The token, `[1]`.
     """
     if sampling.logprobs_of == "raw":
         logprobs = logits.float().log_softmax(-1)
@@ -347,18 +367,40 @@ def _with_logprobs(logits: Tensor, row: Tensor, sampling: Sampling, token: int) 
         logprobs = row.log_softmax(-1)
     count = min(sampling.logprobs or 0, len(logprobs))
     top = logprobs.topk(count)
-    pairs = zip(_integers(top.indices), _floats(top.values), strict=True)
-    return Choice(
-        token, float(logprobs[token]), tuple(TokenLogprob(id=id, logprob=value) for id, value in pairs)
-    )
+    return torch.cat((logprobs.gather(0, token).double(), top.indices.double(), top.values.double()))
 
 
-def _ids(tokens: Iterable[int]) -> Tensor:
-    return torch.tensor(list(tokens), dtype=torch.long)
+def _to_choice(token: int, numbers: Sequence[float] | None) -> Choice:
+    """Return the choice of a token with what `_logprobs` returned, if it was called."""
+    if numbers is None:
+        return Choice(token)
+    count = len(numbers) // 2
+    pairs = zip(numbers[1 : 1 + count], numbers[1 + count :], strict=True)
+    top = tuple(TokenLogprob(id=int(id), logprob=value) for id, value in pairs)
+    return Choice(token, numbers[0], top)
 
 
-def _biases(pairs: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor]:
-    return _ids(token for token, _ in pairs), torch.tensor([bias for _, bias in pairs])
+def _ids(tokens: Iterable[int]) -> _Ids:
+    return np.array(list(tokens), np.int64)
+
+
+def _biases(pairs: Sequence[tuple[int, float]]) -> tuple[_Ids, _Floats]:
+    return _ids(token for token, _ in pairs), np.array([bias for _, bias in pairs], np.float32)
+
+
+def _error(largest: float, mask: Mask | None, *, is_able: bool) -> HotswapError | None:
+    """Return why a request cannot go on; `None` if it can.
+
+    Args:
+        largest: The largest logit of the model.
+        mask: The mask of its grammar, if it has one.
+        is_able: Whether a finite logit is left after all changes.
+    """
+    if not math.isfinite(largest):
+        return _not_finite(largest)
+    if mask is not None and mask.error is not None:
+        return mask.error
+    return None if is_able else _nothing_left()
 
 
 def _nothing_left() -> InvalidRequest:
@@ -373,13 +415,3 @@ def _not_finite(largest: float) -> InstanceError:
         f"The largest logit of the request is {largest}; its weights or its adapter may be damaged, or the "
         "dtype too small for them."
     )
-
-
-def _floats(numbers: Tensor) -> list[float]:
-    untyped: Any = numbers
-    return untyped.tolist()  # type: ignore[no-any-return]
-
-
-def _integers(numbers: Tensor) -> list[int]:
-    untyped: Any = numbers
-    return untyped.tolist()  # type: ignore[no-any-return]

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from hotswap.backends.torch.distribution import (
     Workspace,
+    cut_together,
     draw,
+    keep_from,
     to_weights,
     top_k_threshold,
     top_p_threshold,
@@ -60,6 +62,36 @@ def test_top_k_keeps_k_weights_and_those_that_equal_the_last(
     assert k >= size or int((weights > threshold).sum()) < k
 
 
+cuts = st.tuples(
+    st.sampled_from([0, 1, 5, 600, 50_000]),
+    st.sampled_from([1.0, 0.999, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.1]),
+)
+
+
+@given(size=sizes, scale=scales, seed=st.integers(0, 99), cuts=st.lists(cuts, min_size=1, max_size=4))
+def test_rows_that_are_cut_together_keep_what_each_keeps_alone(
+    size: int, scale: float, seed: int, cuts: list[tuple[int, float, float]]
+) -> None:
+    logits = torch.cat([logits_of(size, scale, seed + row) for row in range(len(cuts))])
+    weights = weights_of(logits, [1.0] * len(cuts))
+    together = weights.clone()
+    cut_together(together, *zip(*cuts, strict=True))
+    for row, mine, (k, p, part) in zip(weights, together, cuts, strict=True):
+        keep_from(row, top_k_threshold(row, k))
+        keep_from(row, part * float(row.amax()))
+        slack = 1e-5 if p < 1 else 0.0  # of sums in fp32
+        kept, reached = mine > 0, mine.double().sum() / row.double().sum()
+        assert torch.equal(mine[kept], row[kept])
+        assert reached >= min(p, 1 - slack) - slack or part
+        if p == 1:
+            assert torch.equal(mine, row)
+        else:
+            least = mine[kept].min()
+            assert torch.equal(kept, row >= least)
+            assert (row[row > least].double().sum() / row.double().sum()) < p + slack
+
+
 @given(size=sizes, scale=scales, seed=st.integers(0, 99), parts=st.lists(st.floats(0, 1, exclude_max=True)))
 @example(size=5000, scale=100.0, seed=0, parts=[0.0, 1 - 2**-53])
 @example(size=513, scale=0.0, seed=0, parts=[0.0, 0.5, 1 - 2**-53])
@@ -68,7 +100,7 @@ def test_a_draw_inverts_the_cumulative_sum(size: int, scale: float, seed: int, p
         return
     weights = weights_of(logits_of(size, scale, seed).repeat(len(parts), 1), [1.0] * len(parts))
     sums = weights[0].double().cumsum(-1) / weights[0].double().sum()
-    for token, part in zip(draw(weights, parts), parts, strict=True):
+    for token, part in zip(draw(weights, parts).tolist(), parts, strict=True):
         assert weights[0, token] > 0
         assert sums[token] >= part - 1e-5
         assert token == 0 or sums[token - 1] <= part + 1e-5
