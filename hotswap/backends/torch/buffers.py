@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,12 +80,16 @@ class FlatBuffers:
 async def fetch(store: WeightStore, manifest: Manifest, flat: Tensor, *, rank: int = 0) -> None:
     """Read the shards of a rank into `flat`: directly on a CPU if the store can, else chunk by chunk.
 
+    To a GPU chunks are copied on a stream of their own, beside the steps of the model that serves. Each copy
+    has ended when the store is asked for the next chunk, and all have when this returns.
+
     Raises:
         ShardCorrupt: a shard or a chunk lies outside the buffer, or a shard ended early.
     """
+    copies = _Copies(flat)
     for shard in manifest.shards_of(rank):
         if not await _read_in_place(store, shard, flat):
-            await _copy_chunks(store, shard, flat)
+            await _copy_chunks(store, shard, copies)
 
 
 async def _read_in_place(store: WeightStore, shard: Shard, flat: Tensor) -> bool:
@@ -95,13 +100,13 @@ async def _read_in_place(store: WeightStore, shard: Shard, flat: Tensor) -> bool
     return await store.read_into(shard, target.numpy().data) is not None
 
 
-async def _copy_chunks(store: WeightStore, shard: Shard, flat: Tensor) -> None:
+async def _copy_chunks(store: WeightStore, shard: Shard, copies: _Copies) -> None:
     """Copy chunk after chunk in a worker thread, while the store reads the next one."""
     copied = 0
     async with store.open(shard) as chunks:
         async for chunk in chunks:
-            _check_inside(chunk.offset_bytes, chunk.data.nbytes, shard, flat)
-            await run_in_thread(_copy, chunk, flat)
+            _check_inside(chunk.offset_bytes, chunk.data.nbytes, shard, copies.flat)
+            await run_in_thread(copies.copy, chunk)
             copied += chunk.data.nbytes
     check_shard_size(shard, copied)
 
@@ -132,6 +137,31 @@ def in_place(data: memoryview) -> Tensor:
     window = (ctypes.c_uint8 * len(data)).from_address(np.frombuffer(data, dtype=np.uint8).ctypes.data)
     window.lent = data[:]  # type: ignore[attr-defined]  # keeps the memory alive: the array does not
     return torch.frombuffer(window, dtype=torch.uint8)
+
+
+class _Copies:
+    """Copies chunks to a flat buffer, on a GPU on a stream of their own.
+
+    Args:
+        flat: The buffer.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._stream: Any = None
+
+    def copy(self, chunk: HostChunk) -> None:
+        """Copy a chunk, and wait for the end of the copy. Blocking."""
+        if self.flat.device.type != "cuda":
+            _copy(chunk, self.flat)
+            return
+        if self._stream is None:
+            streams: Any = torch.cuda.Stream  # without types
+            self._stream = streams(self.flat.device)
+            # Steps under way may still use what was in the memory of the buffer before.
+            self._stream.wait_stream(torch.cuda.current_stream(self.flat.device))
+        with torch.cuda.stream(self._stream):
+            _copy(chunk, self.flat)
 
 
 def _copy(chunk: HostChunk, flat: Tensor) -> None:
