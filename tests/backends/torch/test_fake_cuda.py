@@ -7,15 +7,30 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 GUARD = Path(__file__).parent / "fake_cuda" / "guard.cpp"
-KINDS = ("llama", "gemma3", "phi3", "gpt2", "gpt_neox", "qwen3_moe", "gpt_oss", "deepseek_v3")
-QUANTIZED = ("llama+fp8", "qwen3_moe+fp8")
+MODELS = ("llama", "gemma3", "phi3", "gpt_neox", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3")
+LIVES = (*(f"{name}+life" for name in MODELS), "lfm2+life")
+PARTS = (*(f"{name}+fp8" for name in MODELS), "gpt2+steps")
 GATHERED = ("llama+gathered", "gpt_oss+gathered", "deepseek_v3+gathered")
+FAULTS = {
+    "llama+life=a step reads a value": "DataDependentOutputException",
+    "llama+gathered=an index stays on the host": "at least two devices",
+    "llama+steps=block tables stay on the host": "attend_kernel gets an argument on cpu",
+    "llama+steps=a kernel gets an argument on the host": "move_kernel gets an argument on cpu",
+    "llama+life=sampling reads the thresholds of a row": "DataDependentOutputException",
+    "llama+life=sampling waits for the device twice": "a step waits for the device once",
+    "llama+life=penalties stay on the host": "at least two devices",
+    "llama+life=a chunk is reused before its copy has ended": "A chunk is reused before its copy has ended",
+    "llama+life=a copy does not wait for steps under way": "before the former use of its memory has ended",
+    "llama+life=KV blocks leave before their copy has ended": "is read on the host before it has ended",
+    "llama+life=an unload keeps the weights": "MemoryNotReclaimed",
+}
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has a guard of CUDA devices"),
@@ -32,37 +47,40 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def walk(guard: Path, *kinds: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.backends.torch.fake_cuda.walk", str(guard), fault, *kinds]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_steps_adapters_fp8_and_copies_of_kv_blocks_stay_on_the_device(guard: Path) -> None:
-    """Prompts, decodes and both mixed, of eight architectures; adapters; KV blocks saved and restored."""
-    done = walk(guard, *KINDS, *QUANTIZED, *GATHERED)
+@pytest.fixture(scope="module")
+def walks(guard: Path) -> dict[str, Any]:
+    """What each walk launched, and its error, all of one process."""
+    command = [sys.executable, "-m", "tests.backends.torch.fake_cuda.walk", str(guard)]
+    done = subprocess.run(
+        [*command, *LIVES, *PARTS, *GATHERED, *FAULTS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    launched: dict[str, dict[str, int]] = json.loads(done.stdout)
-    assert launched.keys() == {*KINDS, *QUANTIZED, *GATHERED}
-    for kind, kernels in launched.items():
-        assert kernels["move_kernel"] == 2, "KV blocks are saved and restored by one launch each"
-        for kernel in ("attend_kernel", "sum_kernel", "pack_kernel", "append_kernel"):
-            assert (kernel in kernels) == (kind not in GATHERED)
-    for kind in QUANTIZED:
-        assert launched[kind]["fp8_gemm_kernel"]
-    for kind in {*KINDS, *QUANTIZED} - {"gpt_neox"}:  # whose layers have other names
-        assert launched[kind]["expand_kernel"]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault", "error"),
-    [
-        ("llama", "a value is read on the host", "DataDependentOutputException"),
-        ("llama+gathered", "an index stays on the host", "at least two devices"),
-        ("llama", "block tables stay on the host", "attend_kernel gets an argument on cpu"),
-        ("llama", "a kernel gets an argument on the host", "gets an argument on cpu"),
-    ],
-)
-def test_a_fault_is_found(guard: Path, kind: str, fault: str, error: str) -> None:
-    done = walk(guard, kind, fault=fault)
-    assert done.returncode != 0
-    assert error in done.stderr
+@pytest.mark.parametrize("walk", LIVES)
+def test_models_are_loaded_serve_move_and_are_swapped_on_the_device(walks: dict[str, Any], walk: str) -> None:
+    """Load, preload beside steps, sampling and penalties with one read a step, moves, swaps and unloads."""
+    assert not walks[walk]["error"]
+    # Two loads try the kernel both ways, then full blocks move, and the rest.
+    assert walks[walk]["launches"]["move_kernel"] >= 4 + 4
+
+
+@pytest.mark.parametrize("walk", [*PARTS, *GATHERED])
+def test_steps_adapters_fp8_and_copies_of_kv_blocks_stay_on_the_device(
+    walks: dict[str, Any], walk: str
+) -> None:
+    """Prompts, decodes and both mixed; two adapters; KV blocks cleared, copied, saved and restored."""
+    assert not walks[walk]["error"]
+    kernels = walks[walk]["launches"]
+    assert kernels["move_kernel"] == 2, "KV blocks are saved and restored by one launch each"
+    for kernel in ("attend_kernel", "sum_kernel", "pack_kernel", "append_kernel"):
+        assert (kernel in kernels) == (walk not in GATHERED)
+    assert kernels["expand_kernel"]
+    assert ("fp8_gemm_kernel" in kernels) == walk.endswith("+fp8")
+
+
+@pytest.mark.parametrize("walk", FAULTS)
+def test_a_fault_is_found(walks: dict[str, Any], walk: str) -> None:
+    assert FAULTS[walk] in walks[walk]["error"]
