@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hotswap.engine import StatusListener
 
@@ -50,12 +50,9 @@ class Observed(Generic[_T]):
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self._name = name
 
-    def __get__(self, of: object, owner: type[Any]) -> _T:
-        try:
-            value: _T = of.__dict__[self._name]
-        except (AttributeError, KeyError):  # of the class, which has none, or before the first assignment
-            raise AttributeError(f"{owner.__name__} has no {self._name} yet") from None
-        return value
+    if TYPE_CHECKING:
+        # Without it an assigned value is read like any other attribute, which simulations do a billion times.
+        def __get__(self, of: object, owner: type[Any]) -> _T: ...
 
     def __set__(self, of: object, value: _T) -> None:
         of.__dict__[self._name] = value
