@@ -78,6 +78,9 @@ class KVPrefix:
 class KVLease(ABC):
     """Stored blocks of a prefix, which stay as they are until `release`; used by one task.
 
+    For a model with recurrent states they end where states are stored, and the pages of the last token have
+    these after the blocks.
+
     Attributes:
         num_tokens: The number of first tokens that are stored.
     """
@@ -109,11 +112,15 @@ class KVLease(ABC):
 class KVPut(ABC):
     """Room for the blocks of a prefix that are not stored yet; used by one task.
 
+    For a model with recurrent states there is room for them too, or for nothing: they come with the pages of
+    the last token, and without them none of the blocks is found.
+
     No block of the prefix is evicted until `release`. Room for blocks that were not written is given back
     then; those that were written stay.
 
     Attributes:
-        first_block: The first block that is to be written: those before it are stored.
+        first_block: The first block that is to be written: those before it are stored. The last block, if
+            states alone are missing.
         num_tokens: How many of the first tokens will be stored once all blocks are written. Fewer than the
             prefix has if there is no room for more, or they are not worth it.
     """

@@ -8,18 +8,20 @@ ages, and among equal blocks the one used longest ago goes first.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from hotswap.kv_store import KVPrefix
 from hotswap.request import ModelId
 from hotswap.store_view import StoredKV
 
-__all__ = ["Found", "KVIndex", "StoredBlock"]
+__all__ = ["Found", "KVIndex", "StoredBlock", "states_key"]
 
 PlaceT = TypeVar("PlaceT")
 
@@ -34,7 +36,8 @@ class StoredBlock(Generic[PlaceT]):
     Attributes:
         key: Its key.
         parent: The key before.
-        tokens: Its tokens; fewer than a block has slots for the last one of a request.
+        tokens: Its tokens; fewer than a block has slots for the last one of a request. None for recurrent
+            states, which are kept like a block after the one with the last token before them.
         model: The model that computed it.
         place: Where its content is.
         size_bytes: What it takes.
@@ -56,10 +59,14 @@ class StoredBlock(Generic[PlaceT]):
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[PlaceT]):
-    """The stored beginning of a prefix: its blocks, of which the last may share only its first tokens."""
+    """The stored beginning of a prefix: its blocks, of which the last may share only its first tokens.
+
+    `states` are the recurrent states after the last token, for a model that has some.
+    """
 
     blocks: tuple[StoredBlock[PlaceT], ...] = ()
     num_tokens: int = 0
+    states: StoredBlock[PlaceT] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -103,14 +110,36 @@ class KVIndex(Generic[PlaceT]):
 
     def find(self, prefix: KVPrefix) -> Found[PlaceT]:
         """Return the stored beginning of a prefix."""
-        blocks: list[StoredBlock[PlaceT]] = []
-        while len(blocks) < prefix.num_full and (block := self._blocks.get(prefix.key(len(blocks)))):
-            blocks.append(block)
+        blocks = self._full(prefix)
         num_tokens = len(blocks) * prefix.layout.block_tokens
         if (last := self._longest(prefix, len(blocks))) is not None:
             blocks.append(last[0])
             num_tokens += last[1]
         return Found(tuple(blocks), num_tokens)
+
+    def find_with_states(self, prefix: KVPrefix) -> Found[PlaceT]:
+        """Return the longest stored beginning of a prefix after which recurrent states are stored, too."""
+        blocks = self._full(prefix)
+        for at in range(len(blocks), -1, -1):
+            tokens = prefix.tokens_of(at)
+            whole = [
+                (len(block.tokens), block, states)
+                for block in self._children.get(prefix.parent(at), {}).values()
+                if 0 < len(block.tokens) <= len(tokens)
+                and block.tokens == tokens[: len(block.tokens)]
+                and (states := self._blocks.get(states_key(block.key))) is not None
+            ]
+            if whole:
+                count, block, states = max(whole, key=itemgetter(0))
+                return Found((*blocks[:at], block), at * prefix.layout.block_tokens + count, states)
+        return Found()
+
+    def _full(self, prefix: KVPrefix) -> list[StoredBlock[PlaceT]]:
+        """Return the stored full blocks from the start of a prefix on."""
+        blocks: list[StoredBlock[PlaceT]] = []
+        while len(blocks) < prefix.num_full and (block := self._blocks.get(prefix.key(len(blocks)))):
+            blocks.append(block)
+        return blocks
 
     def _longest(self, prefix: KVPrefix, at: int) -> tuple[StoredBlock[PlaceT], int] | None:
         """Return the stored block that shares the most first tokens with a block of the prefix, and those."""
@@ -218,7 +247,7 @@ class KVIndex(Generic[PlaceT]):
         self._num_bytes[block.model] += block.size_bytes
 
     def _is_covered(self, block: StoredBlock[PlaceT], by: StoredBlock[PlaceT]) -> bool:
-        shorter = len(block.tokens) < len(by.tokens) and by.tokens[: len(block.tokens)] == block.tokens
+        shorter = 0 < len(block.tokens) < len(by.tokens) and by.tokens[: len(block.tokens)] == block.tokens
         return shorter and not block.num_leases and block.key not in self._children
 
     def remove(self, block: StoredBlock[PlaceT]) -> None:
@@ -270,6 +299,11 @@ class KVIndex(Generic[PlaceT]):
     def __repr__(self) -> str:
         used = f"{self.used_bytes:,} of {self.capacity_bytes:,} bytes"
         return f"<KVIndex [{len(self._blocks)} blocks, {used}]>"
+
+
+def states_key(block: bytes) -> bytes:
+    """Return the key of the recurrent states after the last token of the block with a key."""
+    return hashlib.blake2b(block + b"states", digest_size=32).digest()
 
 
 def _num_shared(mine: Sequence[int], theirs: Sequence[int]) -> int:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Generic, Self, TypeVar
 
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.kv_index import Found, KVIndex, StoredBlock
+from hotswap.backends.kv_index import Found, KVIndex, StoredBlock, states_key
 from hotswap.errors import StoreError
 from hotswap.hardware import parse_bytes
 from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
 from hotswap.migration import KVPages
 from hotswap.store_view import KVStoreView
+from hotswap.worker_threads import in_thread
 
 __all__ = ["IndexedKVStore"]
 
@@ -48,17 +50,19 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
             self._index = KVIndex[PlaceT](self._capacity_bytes)
 
     def lookup(self, prefix: KVPrefix) -> int:
-        return self._index.find(prefix).num_tokens
+        return _found_in(self._index, prefix).num_tokens
 
     def lease(self, prefix: KVPrefix) -> KVLease:
         return _Lease(self, self._index, prefix)
 
     def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
-        num_tokens = max(1, len(prefix.tokens))
-        worth = prefill_s / (num_tokens * max(1, prefix.layout.block_bytes)) * prefix.layout.block_tokens
-        # Blocks without recurrent states are of no use to a model that has some.
-        is_worth_it = (not copy_s or copy_s < prefill_s) and not prefix.layout.state_bytes
-        takes_room = self._entered and is_worth_it and self.takes(prefix.layout.block_bytes)
+        num_tokens, layout = max(1, len(prefix.tokens)), prefix.layout
+        worth = prefill_s / (num_tokens * max(1, layout.block_bytes)) * layout.block_tokens
+        if layout.state_bytes:  # without which its blocks are worth nothing
+            worth = prefill_s / (prefix.num_blocks * layout.block_bytes + layout.state_bytes)
+        is_worth_it = not copy_s or copy_s < prefill_s
+        is_taken = self.takes(layout.block_bytes) and self.takes(layout.state_bytes)
+        takes_room = self._entered and is_worth_it and is_taken
         return _Put(self, self._index, prefix, worth=worth, takes_room=takes_room)
 
     def view(self) -> KVStoreView:
@@ -127,12 +131,16 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
 class _Lease(KVLease, Generic[PlaceT]):
     def __init__(self, store: IndexedKVStore[PlaceT], index: KVIndex[PlaceT], prefix: KVPrefix) -> None:
         self._store, self._index, self._layout = store, index, prefix.layout
-        self._found: Found[PlaceT] = index.find(prefix)
+        self._found: Found[PlaceT] = _found_in(index, prefix)
         self.num_tokens = self._found.num_tokens
         self._lent: memoryview | None = None
         self._is_open = True
+        self._leased = self._found.blocks[-2:]
+        if self._found.states is not None:
+            self._leased = (*self._leased, self._found.states)
         index.use(self._found.blocks)
-        for block in self._found.blocks[-2:]:
+        index.use(self._leased)
+        for block in self._leased:
             index.lease(block)
         store.opened(1)
 
@@ -144,13 +152,26 @@ class _Lease(KVLease, Generic[PlaceT]):
         self._take_back()
         blocks = self._found.blocks[first_block : -(-end // block_tokens)]
         places = [block.place for block in blocks]
+        states = self._found.states if end == self.num_tokens else None
         try:
             self._lent = await self._store.content(places, self._layout.block_bytes)
+            if states is None:
+                return KVPages(first_block, num_tokens, self._lent)
+            return KVPages(first_block, num_tokens, await self._with_states(self._lent, states))
         except StoreError:
-            for block in blocks:
+            for block in blocks if states is None else (*blocks, states):
                 self._lose_if_broken(block)
             raise
-        return KVPages(first_block, num_tokens, self._lent)
+
+    async def _with_states(self, content: memoryview, states: StoredBlock[PlaceT]) -> memoryview:
+        """Return the content of blocks followed by that of states; nothing is lent afterwards."""
+        whole = bytearray(len(content) + self._layout.state_bytes)
+        await in_thread(partial(_copy, content, memoryview(whole)[: len(content)]))
+        self._take_back()
+        self._lent = await self._store.content([states.place], self._layout.state_bytes)
+        await in_thread(partial(_copy, self._lent, memoryview(whole)[len(content) :]))
+        self._take_back()
+        return memoryview(whole)
 
     def _lose_if_broken(self, block: StoredBlock[PlaceT]) -> None:
         if self._store.is_broken(block.place) and self._index.get(block.key) is block:
@@ -161,7 +182,7 @@ class _Lease(KVLease, Generic[PlaceT]):
         if self._is_open:
             self._is_open = False
             self._take_back()
-            for block in self._found.blocks[-2:]:
+            for block in reversed(self._leased):
                 self._index.release(block)
             self._store.opened(-1)
 
@@ -184,34 +205,68 @@ class _Put(KVPut, Generic[PlaceT]):
         self._store, self._index, self._prefix, self._worth = store, index, prefix, worth
         self._layout = prefix.layout
         self._size = store.size_of(self._layout.block_bytes)
+        self._state_size = store.size_of(self._layout.state_bytes)
         self._leased: list[StoredBlock[PlaceT]] = []
         self._places: list[PlaceT] = []  # of the blocks from `_next` on
+        self._state_places: list[PlaceT] = []  # one, if there are states to be written
         self._is_open = True
         found = index.find(prefix)
         index.use(found.blocks, worth)
         self._next = self.first_block = found.num_tokens // self._layout.block_tokens
         if found.num_tokens == len(prefix.tokens):
             self._next = self.first_block = prefix.num_blocks
+        lacks_states = self._layout.state_bytes > 0 and not self._has_states()
         for block in found.blocks[: self._next][-1:]:  # not one that makes way for a fuller one
             self._lease(block)
         store.opened(1)
-        if takes_room:
+        if takes_room and (self._takes_states() if lacks_states else True):
             self._take_room()
         end = self._next + len(self._places)
         self.num_tokens = min(end * self._layout.block_tokens, len(prefix.tokens))
+        if lacks_states and (end < prefix.num_blocks or not self._state_places):
+            self._give_all_back()  # blocks are of no use without the states after them
+            self.first_block = self._next = self.num_tokens = 0
+
+    def _has_states(self) -> bool:
+        """Whether states are stored after the last token; else the last block is to be written with them."""
+        num_blocks = self._prefix.num_blocks
+        last = self._index.get(self._prefix.key(num_blocks - 1)) if num_blocks else None
+        if last is None:  # another block may begin with its tokens, and have the states after others
+            self._next = self.first_block = min(self._next, max(0, num_blocks - 1))
+            return not num_blocks
+        self._lease(last)
+        states = self._index.get(states_key(last.key))
+        if states is None:
+            self.first_block = num_blocks - 1
+            return False
+        self._lease(states)
+        self._index.use([states], self._worth)
+        return True
+
+    def _takes_states(self) -> bool:
+        """Reserve a place for states, before those of blocks; false if there is no room."""
+        self._state_places = self._reserve(self._state_size, self._layout.state_bytes)
+        return bool(self._state_places)
 
     def _take_room(self) -> None:
         """Reserve places for the missing blocks, up to the first for which there is no room."""
-        share = self._layout.block_bytes / self._size if self._size else 1.0
-        num_blocks, worth = self._prefix.num_blocks, self._worth * share
-        for at in range(self._next, num_blocks):
-            evicted = self._index.reserve(self._size, worth)
-            if evicted is None:
-                self._index.refuse(self._size * (num_blocks - at), worth)
+        for _ in range(self._next, self._prefix.num_blocks):
+            place = self._reserve(self._size, self._layout.block_bytes)
+            if not place:
                 return
-            for block in evicted:
-                self._store.free(block.place)
-            self._places.append(self._store.allocate(self._layout.block_bytes))
+            self._places += place
+
+    def _reserve(self, size: int, content_bytes: int) -> list[PlaceT]:
+        """Return a place of a size of the budget; none if there is no room for it."""
+        worth = self._worth * (content_bytes / size if size else 1.0)
+        evicted = self._index.reserve(size, worth)
+        if evicted is None:
+            num_left = self._prefix.num_blocks - self._next - len(self._places)
+            self._index.refuse(self._size * num_left, worth)
+            return []
+        for block in evicted:
+            self._store.free(block.place)
+        return [self._store.allocate(content_bytes)]
 
     async def write(self, pages: KVPages) -> None:
         layout, first = self._layout, pages.first_block
@@ -223,44 +278,69 @@ class _Put(KVPut, Generic[PlaceT]):
         if first + count > self._next + len(self._places):
             raise ValueError(f"There is no room for tokens up to {end}, but for {self.num_tokens}.")
         skipped = min(self._next - first, count)
-        places = self._places[: count - skipped]
+        places, size = self._places[: count - skipped], count * layout.block_bytes
         if places:
-            await self._store.fill(places, pages.data[skipped * layout.block_bytes :])
+            await self._store.fill(places, pages.data[skipped * layout.block_bytes : size])
             for _ in places:
                 self._keep(self._places.pop(0))
         else:
             await checkpoint()
+        has_states = len(pages.data) == size + layout.state_bytes and end == len(self._prefix.tokens)
+        if self._state_places and has_states:
+            await self._store.fill(self._state_places, pages.data[size:])
+            self._keep_states(self._state_places.pop())
 
     def _keep(self, place: PlaceT) -> None:
         """Have a block be found that was copied, unless another put has stored it meanwhile."""
         prefix, at = self._prefix, self._next
         self._next += 1
-        block = self._index.get(prefix.key(at))
-        if block is not None:
-            self._give_back(place)
+        tokens = prefix.tokens_of(at)
+        worth = self._worth * len(tokens) / self._layout.block_tokens
+        key, parent = prefix.key(at), prefix.parent(at)
+        self._add(StoredBlock(key, parent, tokens, self._layout.model, place, self._size, worth))
+
+    def _keep_states(self, place: PlaceT) -> None:
+        """Have states be found that were copied, likewise; the block before them is leased."""
+        parent = self._prefix.key(self._prefix.num_blocks - 1)
+        model, size = self._layout.model, self._state_size
+        self._add(StoredBlock(states_key(parent), parent, (), model, place, size, self._worth))
+
+    def _add(self, block: StoredBlock[PlaceT]) -> None:
+        stored = self._index.get(block.key)
+        if stored is not None:
+            self._give_back(block.place, block.size_bytes)
         else:
-            tokens = prefix.tokens_of(at)
-            worth = self._worth * len(tokens) / self._layout.block_tokens
-            block = StoredBlock(
-                prefix.key(at), prefix.parent(at), tokens, self._layout.model, place, self._size, worth
-            )
             for covered in self._index.add(block):
                 self._store.free(covered.place)
-        self._lease(block)
+        self._lease(stored or block)
 
     def release(self) -> None:
         if self._is_open:
             self._is_open = False
-            while self._places:
-                self._give_back(self._places.pop())
+            self._give_all_back()
             while self._leased:
                 self._index.release(self._leased.pop())
             self._store.opened(-1)
 
-    def _give_back(self, place: PlaceT) -> None:
+    def _give_all_back(self) -> None:
+        while self._places:
+            self._give_back(self._places.pop(), self._size)
+        while self._state_places:
+            self._give_back(self._state_places.pop(), self._state_size)
+
+    def _give_back(self, place: PlaceT, size: int) -> None:
         self._store.free(place)
-        self._index.unreserve(self._size)
+        self._index.unreserve(size)
 
     def _lease(self, block: StoredBlock[PlaceT]) -> None:
         self._index.lease(block)
         self._leased.append(block)
+
+
+def _found_in(index: KVIndex[PlaceT], prefix: KVPrefix) -> Found[PlaceT]:
+    """Return what can be used of a prefix: blocks, up to the last states for a model that has some."""
+    return index.find_with_states(prefix) if prefix.layout.state_bytes else index.find(prefix)
+
+
+def _copy(content: memoryview, out: memoryview) -> None:
+    out[:] = content

@@ -154,7 +154,7 @@ class Restore:
                 for start in range(at, end, step):
                     pages = await lease.read(start // layout.block_tokens, min(step, end - start))
                     await sink.write(pages)
-                    num_bytes += -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
+                    num_bytes += len(pages.data) or pages.num_tokens * size // layout.block_tokens
                 seconds = current_time() - started_s
             await sink.commit(tokens)
         self._note(end - at, end, num_bytes, seconds)

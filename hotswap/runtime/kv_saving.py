@@ -184,7 +184,7 @@ class Save:
     def _put(self, prefix: KVPrefix, *, share: float = 1.0) -> KVPut:
         """Make room for a prefix; `share` is how likely it is that it is asked for."""
         times, layout = self._context.state.times, prefix.layout
-        size_bytes = prefix.num_blocks * layout.block_bytes
+        size_bytes = prefix.num_blocks * layout.block_bytes + layout.state_bytes
         prefill_s = times.compute_s(layout.model, len(prefix.tokens)) * share
         copy_s = times.save_s(size_bytes) + times.restore_s(size_bytes)
         put = self._context.store.put(prefix, prefill_s=prefill_s, copy_s=copy_s)
@@ -202,7 +202,7 @@ class Save:
         for at in range(put.first_block * layout.block_tokens, put.num_tokens, step):
             pages = await source.read(at // layout.block_tokens, min(step, put.num_tokens - at))
             await put.write(pages)
-            num_bytes = -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
+            num_bytes = len(pages.data) or -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
             self._saved.num_tokens += pages.num_tokens
             self._saved.num_bytes += num_bytes
             labels = {tm.MODEL: layout.model, tm.KV_TIER: self._context.lookup.tier}

@@ -194,7 +194,7 @@ class Offload:
     def _is_sooner_copied(self, num_tokens: int, layout: KVLayout) -> bool:
         """Whether restoring is expected to take less time than computing; a few are tried in any case."""
         times = self._context.state.times
-        size_bytes = num_tokens * layout.block_bytes // layout.block_tokens
+        size_bytes = num_tokens * layout.block_bytes // layout.block_tokens + layout.state_bytes
         if times.restore_s(size_bytes) < times.compute_s(layout.model, num_tokens):
             return True
         self._num_not_copied += 1

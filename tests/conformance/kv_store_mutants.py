@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from hotswap.abc import KVLayout, KVLease, KVPages, KVPrefix, KVPut
 from hotswap.backends.kv_index import Found, KVIndex, StoredBlock
 from hotswap.backends.kv_stores import HostKVStore
-from hotswap.backends.kv_stores.pages import Pages
+from hotswap.backends.kv_stores.pages import PAGE_BYTES, Pages
 
 __all__ = ["KV_STORES"]
 
@@ -131,6 +131,40 @@ class NeverTakesWhatIsWorthLess(Indexed):
 class StoresAtAnyCost(HostKVStore):
     def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
         return super().put(prefix, prefill_s=prefill_s)
+
+
+# ---------------------------------------------------------------------- recurrent states
+
+
+class FindsBlocksAlone(KVIndex[Pages]):
+    def find_with_states(self, prefix: KVPrefix) -> Found[Pages]:
+        return self.find(prefix)
+
+
+@caught_by("test_recurrent_states_come_back_after_the_last_block")
+class ReadsNoStates(Indexed):
+    index = FindsBlocksAlone
+
+
+@caught_by("test_blocks_without_their_states_are_not_found")
+class FindsBlocksWithoutStates(Indexed):
+    index = FindsBlocksAlone
+
+
+@caught_by("test_states_are_found_at_their_own_length")
+class TakesStatesOfALongerText(Indexed):
+    index = FindsBlocksAlone
+
+
+@caught_by("test_states_that_were_evicted_are_not_missed_in_what_is_found")
+class MissesStatesThatWereEvicted(Indexed):
+    index = FindsBlocksAlone
+
+
+@caught_by("test_what_has_states_keeps_nothing_if_there_is_no_room_for_all_of_it")
+class CountsBlocksAlone(HostKVStore):
+    def size_of(self, block_bytes: int) -> int:
+        return 0 if block_bytes < PAGE_BYTES else super().size_of(block_bytes)
 
 
 # ---------------------------------------------------------------------- keys

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from random import Random
-from typing import ClassVar
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
-from hotswap.migration import KVLayout, KVPages
+from hotswap.kv_store import KVPrefix, KVStore
 from hotswap.request import AdapterId, ModelId
-from hotswap.testing.conformance.suite import Suite, check
+from hotswap.testing.conformance.kv_store_states import KVStateChecks
+from hotswap.testing.conformance.kv_store_suite import LAYOUT
+from hotswap.testing.conformance.suite import check
 
 __all__ = ["KVStoreConformance"]
 
-_LAYOUT = KVLayout(
-    model=ModelId("m"),
-    weights="w",
-    adapter=None,
-    block_tokens=4,
-    layers=((1, 512, 512, "float32"),),
-    block_bytes=4 * 1024 * 4,
-)
 
-
-class KVStoreConformance(Suite):
+class KVStoreConformance(KVStateChecks):
     """Checks every testable promise of `hotswap.kv_store.KVStore`; inherit from it.
 
     ```python
@@ -41,12 +30,6 @@ class KVStoreConformance(Suite):
     Attributes:
         has_content: Whether the store keeps what is written; a simulated one need not.
     """
-
-    has_content: ClassVar[bool] = True
-
-    def make_store(self, capacity_bytes: int) -> AbstractAsyncContextManager[KVStore]:
-        """Return a context manager that opens a store with this budget; a store is one itself."""
-        raise NotImplementedError("Write make_store(): it returns the store to be tested.")
 
     # ------------------------------------------------------------------ what is found
 
@@ -84,18 +67,18 @@ class KVStoreConformance(Suite):
     async def test_blocks_are_found_by_all_that_they_depend_on_and_by_nothing_else(self) -> None:
         prefix = self.prefix(12)
         others = (
-            replace(_LAYOUT, weights="w2"),
-            replace(_LAYOUT, adapter=AdapterId("sql@0")),
-            replace(_LAYOUT, block_tokens=2),
-            replace(_LAYOUT, layers=((2, 256, 256, "float32"),)),
-            replace(_LAYOUT, layers=((1, 512, 512, "int32"),)),
+            replace(LAYOUT, weights="w2"),
+            replace(LAYOUT, adapter=AdapterId("sql@0")),
+            replace(LAYOUT, block_tokens=2),
+            replace(LAYOUT, layers=((2, 256, 256, "float32"),)),
+            replace(LAYOUT, layers=((1, 512, 512, "int32"),)),
         )
         async with self.opened(blocks=8) as store:
             await self.save(store, prefix)
             for layout in others:
                 assert store.lookup(KVPrefix(layout, prefix.tokens)) == 0, f"found by {layout}"
-            assert store.lookup(KVPrefix(_LAYOUT, prefix.tokens, salt="another fleet")) == 0
-            renamed = KVPrefix(replace(_LAYOUT, model=ModelId("m2")), prefix.tokens)
+            assert store.lookup(KVPrefix(LAYOUT, prefix.tokens, salt="another fleet")) == 0
+            renamed = KVPrefix(replace(LAYOUT, model=ModelId("m2")), prefix.tokens)
             assert store.lookup(renamed) == 12, "equal weights under another name have equal blocks"
 
     @check
@@ -316,7 +299,7 @@ class KVStoreConformance(Suite):
         ]
         for _ in range(60):
             prefix = random.choice(prefixes)
-            prefix = KVPrefix(_LAYOUT, prefix.tokens[: random.randrange(1, len(prefix.tokens) + 1)])
+            prefix = KVPrefix(LAYOUT, prefix.tokens[: random.randrange(1, len(prefix.tokens) + 1)])
             if random.random() < 0.5:
                 await self.save(store, prefix)
             else:
@@ -325,75 +308,3 @@ class KVStoreConformance(Suite):
                     await self.assert_read(lease, prefix, 0, lease.num_tokens)
             view = store.view()
             assert view.capacity_bytes is None or view.used_bytes <= view.capacity_bytes, f"over full: {view}"
-
-    # ------------------------------------------------------------------ helpers
-
-    @property
-    def block_size(self) -> int:
-        """Bytes of a block."""
-        return _LAYOUT.block_bytes
-
-    @asynccontextmanager
-    async def opened(self, *, blocks: int) -> AsyncGenerator[KVStore]:
-        """A store with room for so many blocks; at the end all leases and reserved bytes are given back."""
-        async with self.make_store(blocks * self.block_size) as store:
-            yield store
-            view = store.view()
-            assert view.num_leases == 0, f"leases are left: {view}"
-            assert view.used_bytes == sum(model.size_bytes for model in view.models), (
-                f"bytes are left: {view}"
-            )
-
-    def prefix(self, num_tokens: int, *, then: Iterable[int] = ()) -> KVPrefix:
-        """Return the first of some tokens, and others after them."""
-        return KVPrefix(_LAYOUT, (*range(num_tokens), *then))
-
-    def content(self, prefix: KVPrefix, blocks: Iterable[int]) -> bytes:
-        """Return what blocks have: bytes that follow from the tokens, token by token, as keys and values."""
-        return b"".join(self._block(prefix, block) for block in blocks)
-
-    def _block(self, prefix: KVPrefix, block: int) -> bytes:
-        size = self.block_size // _LAYOUT.block_tokens
-        tokens = prefix.tokens[: block * _LAYOUT.block_tokens]
-        rows: list[bytes] = []
-        for token in prefix.tokens_of(block):
-            tokens = (*tokens, token)
-            rows.append(f"{tokens}".encode().rjust(16, b".")[-16:] * (size // 16))
-        return b"".join(rows).ljust(self.block_size, b"?")
-
-    def pages(self, prefix: KVPrefix, first_block: int, num_tokens: int) -> KVPages:
-        """Return pages of a prefix, as a source would read them."""
-        blocks = range(first_block, first_block + -(-num_tokens // _LAYOUT.block_tokens))
-        data = self.content(prefix, blocks) if self.has_content else b""
-        return KVPages(first_block, num_tokens, memoryview(bytearray(data)))
-
-    async def save(self, store: KVStore, prefix: KVPrefix, *, prefill_s: float = 0.0) -> None:
-        """Put what is missing of a prefix, as far as there is room, in pieces of two blocks."""
-        with store.put(prefix, prefill_s=prefill_s) as put:
-            await self.write(put, prefix)
-
-    async def write(self, put: KVPut, prefix: KVPrefix) -> None:
-        """Write the missing blocks of a put, two at a time."""
-        step = 2 * _LAYOUT.block_tokens
-        for at in range(put.first_block * _LAYOUT.block_tokens, put.num_tokens, step):
-            count = min(step, put.num_tokens - at)
-            await put.write(self.pages(prefix, at // _LAYOUT.block_tokens, count))
-
-    async def assert_content(self, store: KVStore, prefix: KVPrefix) -> None:
-        """Raise unless all of a prefix is stored, and as it was written."""
-        with store.lease(prefix) as lease:
-            assert lease.num_tokens == len(prefix.tokens), f"{lease.num_tokens} of {prefix} are stored"
-            await self.assert_read(lease, prefix, 0, lease.num_tokens)
-
-    async def assert_read(self, lease: KVLease, prefix: KVPrefix, first_block: int, num_tokens: int) -> None:
-        """Raise unless what is read is what was written; of the last block only its tokens count."""
-        pages = await lease.read(first_block, num_tokens)
-        assert (pages.first_block, pages.num_tokens) == (first_block, num_tokens)
-        if not self.has_content:
-            return
-        await checkpoint()
-        size = self.block_size // _LAYOUT.block_tokens
-        blocks: Sequence[int] = range(first_block, first_block + -(-num_tokens // _LAYOUT.block_tokens))
-        assert len(pages.data) == len(blocks) * self.block_size
-        read, written = bytes(pages.data), self.content(prefix, blocks)
-        assert read[: num_tokens * size] == written[: num_tokens * size], "other bytes than were written"
