@@ -72,6 +72,7 @@ def running(
     begun: bool = True,
     moving: bool = False,
     remaining: int = 10,
+    since_s: float = 0.0,
 ) -> RunningView:
     return RunningView(
         id=RequestId(name),
@@ -83,6 +84,7 @@ def running(
         arrived_s=arrived_s,
         begun=begun,
         moving=moving,
+        since_s=since_s,
     )
 
 

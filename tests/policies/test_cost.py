@@ -126,6 +126,40 @@ def test_a_busy_model_gets_another_replica_and_waits_for_one_that_is_coming() ->
     assert plan(of([busy, idle, coming], models, [("a", 0.1)] * 4)) == []
 
 
+@pytest.mark.parametrize(
+    ("queue_s", "here_s", "others", "planned"),
+    [
+        (10.1, 5.1, [serving("e1", "b")], [("e1", "a")]),
+        (10.1, 5.1, [empty("e1")], [("e1", "a")]),
+        (9.9, 5.1, [serving("e1", "b")], []),  # a swap takes ten seconds
+        (10.1, 4.9, [serving("e1", "b")], []),  # two requests have waited for less than that in all
+        (10.1, 5.1, [serving("e1", "b", 1)], []),  # for what comes later nothing is evicted
+        (10.1, 5.1, [serving("e1", "b"), serving("e2", "a")], []),  # which has no queue
+        (10.1, 5.1, [serving("e1", "b"), swapping_to("e2", "a", of="b")], []),
+    ],
+)
+def test_prompts_that_queue_for_longer_than_a_swap_get_an_instance_without_requests(
+    queue_s: float, here_s: float, others: list[InstanceView], planned: list[tuple[str, str]]
+) -> None:
+    busy = replace(serving("e0", "a", 3), num_prefill_tokens=int(queue_s / TimesView().prefill_token_s))
+    models = [model("a", 3), model("b", sum(i.num_requests for i in others))]
+    queued = [
+        running(name, on="e0", begun=name == "old", since_s=NOW_S - here_s) for name in ("old", "r", "s")
+    ]
+    view = replace(fleet([busy, *others], models, now_s=NOW_S), running=tuple(queued))
+    assert plan(view) == planned
+
+
+def test_one_more_replica_at_a_time_and_none_beside_those_for_requests_that_find_no_place() -> None:
+    busy = replace(serving("e0", "a", 3), num_prefill_tokens=400_000)
+    queued = tuple(running(name, on="e0", begun=False, since_s=0.0) for name in "rst")
+    idle = [empty("e1"), empty("e2")]
+    view = replace(fleet([busy, *idle], [model("a", 3)], now_s=NOW_S), running=queued)
+    assert plan(view) == [("e1", "a")]
+    waits = replace(view, models=(model("a", 4, waiting=1),), waiting=(waiting("a", 0.0),))
+    assert plan(waits) == [("e1", "a")]
+
+
 def test_models_that_fail_to_load_fall_behind() -> None:
     models = [model("a"), model("b", 1, waiting=1, failed=3), model("c", 1, waiting=1)]
     view = of([serving("e0", "a")], models, [("b", 20.0), ("c", 10.0)])

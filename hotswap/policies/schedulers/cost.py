@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, ldexp
 from typing import NamedTuple
 
@@ -72,7 +73,10 @@ class CostSwap(Scheduler):
     That bound is for one decision; for a fleet it is a heuristic, measured in `docs/papers.md`.
 
     **Which models.** Those with waiting requests and fewer replicas than requests, unless an instance is
-    swapping to them already. One that has replicas gets another only if its requests find no place.
+    swapping to them already. One that has replicas gets another only if its requests find no place, or if its
+    prompts queue there: the tokens to be computed take longer on each replica than the swap, and the requests
+    without a token have waited in all for as long as that. For such a model only an instance without a
+    request is taken, for the requests to come: those that queue stay where they are.
 
     **Which instances.** `min_replicas` are restored first, and kept. An instance with requests is left alone
     until the first tokens that its turn began with are there (`Allocation`), and for twice as long as a swap
@@ -96,8 +100,6 @@ class CostSwap(Scheduler):
 
     def _swaps(self, fleet: FleetView, allocation: Allocation) -> Iterator[Swap]:
         waits = _waits(fleet, allocation)
-        if not waits:
-            return
         costs = _Costs(fleet, allocation, waits)
         for wait in sorted(waits, key=costs.rank):
             model, best = wait.model, costs.best(wait)
@@ -111,6 +113,15 @@ class CostSwap(Scheduler):
                 swap = Swap(instance=best.id, model=model.id, deadline_s=best.deadline_s, reason=reason)
                 allocation.swap(swap)
                 costs.planned(wait)
+                yield swap
+        for wait, queue_s in _queues(fleet, allocation, waits):
+            model, best = wait.model, costs.best(wait)
+            if best is None or best.cost_s:
+                continue
+            if queue_s > best.swap_s and wait.lost_s(best.swap_s) >= best.swap_s:
+                reason = f"prompts for {model.id} queue for {queue_s:.3g} s; {best.id} has no requests"
+                swap = Swap(instance=best.id, model=model.id, deadline_s=0.0, reason=reason)
+                allocation.swap(swap)
                 yield swap
 
 
@@ -203,8 +214,13 @@ class _Costs:
         self._waiting = {wait.model.id: wait for wait in waits}
         self._known_s: dict[tuple[ModelId, str, bool, bool], float] = {}
         self._busy: dict[InstanceId, _Busy | None] = {}
-        self._kinds = {(i.node, i.state is InstanceState.EMPTY, i.preloaded): i for i in fleet.instances}
         self._count()
+
+    @cached_property
+    def _kinds(self) -> Sequence[InstanceView]:
+        """An instance of each kind: those of one kind swap in the same time."""
+        kinds = {(i.node, i.state is InstanceState.EMPTY, i.preloaded): i for i in self._fleet.instances}
+        return tuple(kinds.values())
 
     def _count(self) -> None:
         """Count anew which models wait for an instance and have none, and the requests that wait."""
@@ -219,7 +235,7 @@ class _Costs:
 
     def rank(self, wait: _Wait) -> tuple[float, ModelId]:
         """Return the key by which models get instances: the one that has lost most comes first."""
-        swaps_s = (self.swap_s(wait.model.id, instance) for instance in self._kinds.values())
+        swaps_s = (self.swap_s(wait.model.id, instance) for instance in self._kinds)
         return -wait.lost_s(min(swaps_s, default=inf)), wait.model.id
 
     def best(self, wait: _Wait) -> _Price | None:
@@ -287,6 +303,29 @@ class _Costs:
                 busy = _Busy(self._fleet, instance, donor, self.swap_s(donor.id, instance))
             self._busy[instance.id] = busy
         return self._busy[instance.id]
+
+
+def _queues(
+    fleet: FleetView, allocation: Allocation, waits: Sequence[_Wait]
+) -> Iterator[tuple[_Wait, float]]:
+    """Yield what waits on the replicas of each model, and the seconds of prefill that each has to do.
+
+    Models with requests that find no place, and those to which an instance swaps, are left out.
+    """
+    hosts: defaultdict[ModelId, list[InstanceView]] = defaultdict(list)
+    for instance in fleet.instances:
+        if instance.hosted is not None and not instance.swapping:
+            hosts[instance.hosted].append(instance)
+    others = {wait.model.id for wait in waits} | {i.target for i in fleet.instances if i.swapping}
+    for name, replicas in hosts.items():
+        num_tokens = min(instance.num_prefill_tokens for instance in replicas)
+        model = allocation.models.get(name)
+        if not num_tokens or model is None or name in others:
+            continue
+        if allocation.num_replicas(model) < model.num_requests:
+            here = (run for instance in replicas for run in fleet.running_on(instance.id))
+            seconds = [fleet.now_s - run.since_s for run in here if not run.begun]
+            yield _Wait(model, seconds), num_tokens * fleet.times.prefill_token_s
 
 
 def _waits(fleet: FleetView, allocation: Allocation) -> list[_Wait]:
