@@ -117,7 +117,8 @@ def test_the_policy_is_compared_on_a_trace_in_azures_form(tmp_path: Path) -> Non
         (tmp_path / name).write_text(code)
     follow(tmp_path, "convert.py")
     assert (tmp_path / "azure.csv").read_text().splitlines()[2] == "1.0,301,21"
-    said = follow(tmp_path, "compare.py").splitlines()
+    *said, drawing = follow(tmp_path, "compare.py").splitlines()
+    assert "report/" in drawing
     assert [line.partition(" ")[0] for line in said[::2]] == ["mine", "CostSwap"]
     assert all("of them in time" in line for line in said[1::2])
     assert {"latency.png", "residency-1.png"} <= {file.name for file in (tmp_path / "report").iterdir()}
