@@ -62,6 +62,10 @@ def test_every_extra_of_users_is_declared_and_listed() -> None:
 
 def test_its_figures_are_those_of_the_reports() -> None:
     results = ROOT / "benchmarks" / "results"
+    (streams,) = re.findall(r"all streams of ([\d,]+) requests exact", README)
+    report = json.loads((results / "soak.json").read_text("utf-8"))
+    assert sum(report["disturbed"]["requests"].values()) == int(streams.replace(",", ""))
+    assert report["wrong"] == report["errors"] == []
     (restart,) = re.findall(r"a restart takes (\d+) times as long", README)
     report = json.loads((results / "vllm_swap.json").read_text("utf-8"))
     assert round(report["ratios"]["restart_over_in_place"]) == int(restart)
