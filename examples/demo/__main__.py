@@ -1,6 +1,6 @@
 """Three models on two engines, which swap them while they recite: `make demo`.
 
-The first run trains the models and converts them, in half a minute; later runs find them in `.cache/demo`. It
+The first run trains the models and converts them, in a minute; later runs find them in `.cache/demo`. It
 exits with status 1 if a character of any text was wrong.
 """
 

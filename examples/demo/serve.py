@@ -1,6 +1,6 @@
 """The demo's three models over HTTP: `make serve`, then the line of curl that it prints.
 
-They are made as by `make demo`, in half a minute once. What comes in `make serve ARGS="..."` are further
+They are made as by `make demo`, in a minute once. What comes in `make serve ARGS="..."` are further
 arguments of `hotswap serve`, such as `--port 9000`.
 """
 
