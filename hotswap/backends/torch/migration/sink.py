@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -79,6 +79,11 @@ class TorchKVSink(KVSink):
         missing = blocks_for(num_tokens, self.layout.block_tokens) - self.num_present_blocks
         if missing > len(self._blocks) or lacks_slot:
             await self._context.between_steps(partial(self._reserve_blocks, num_tokens))
+            pool, slot = self._context.states, self._slot
+            if lacks_slot and pool is not None and slot is not None and pool.uses_kernels:
+                # Its memory is allocated now, which takes longer than the copy for which a client waits.
+                with self._copying():
+                    await beside(partial(pool.clear, slot), self.layout.state_bytes)
         else:
             await checkpoint()
 
@@ -123,9 +128,7 @@ class TorchKVSink(KVSink):
 
     async def _write_all(self, pages: KVPages, data: Tensor, states: Tensor) -> None:
         """Write blocks, and states if there are any; nothing is copied any more when this returns."""
-        self._writing = True
-        self._context.writing.add(self)
-        try:
+        with self._copying():
             if len(data) <= max(_SMALL_BYTES, _SMALL_BLOCKS * self.layout.block_bytes):
                 await beside(partial(self._write_now, pages, data), len(data))
             else:
@@ -133,6 +136,14 @@ class TorchKVSink(KVSink):
             pool, slot = self._context.states, self._slot
             if len(states) and pool is not None and slot is not None:
                 await beside(partial(pool.restore, slot, states), len(states))
+
+    @contextmanager
+    def _copying(self) -> Generator[None]:
+        """Keep what is reserved while it is written to."""
+        self._writing = True
+        self._context.writing.add(self)
+        try:
+            yield
         finally:
             self._writing = False
             self._context.writing.discard(self)

@@ -23,6 +23,9 @@ from hotswap.migration import KVLayout, KVPages, KVSource, Stopped
 
 __all__ = ["TorchKVSource", "lent_source"]
 
+# Blocks that are usually left when a request with states has stopped: two by default, and one that was begun.
+_SPARE_BLOCKS = 3
+
 
 class TorchKVSource(KVSource):
     """Reads the KV blocks of one request of an engine.
@@ -46,6 +49,13 @@ class TorchKVSource(KVSource):
         self._rest: KVPages | None = None  # what was left when it stopped
         self._parked: Sequence | None = None
         self._was_asked_to_stop = False
+
+    async def open(self) -> None:
+        """Look for the request, and allocate memory for its states, for which no client waits yet."""
+        await self.num_tokens()
+        if size_bytes := self.layout.state_bytes:
+            self._buffer = self._context.host_memory(size_bytes + _SPARE_BLOCKS * self.layout.block_bytes)
+            await beside(partial(self._buffer.numpy().fill, 0), size_bytes)  # the first write allocates it
 
     async def num_tokens(self) -> int:
         await self._context.between_steps(self._count)
@@ -177,7 +187,7 @@ class TorchKVSource(KVSource):
 async def lent_source(source: TorchKVSource) -> AsyncGenerator[TorchKVSource]:
     """Open a source; at the end a request that was stopped and not released continues."""
     try:
-        await source.num_tokens()
+        await source.open()
         yield source
     finally:
         source.resume()

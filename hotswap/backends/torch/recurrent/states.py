@@ -109,6 +109,11 @@ class StatePool:
         for state, part in self._parts(slot, data):
             state.numpy()[:] = part.numpy()
 
+    def clear(self, slot: int) -> None:
+        """Zero a slot on a CPU that no request has yet, whose memory is allocated by the first write."""
+        for state in self._states.values():
+            state[slot].view(-1).view(torch.uint8).numpy().fill(0)
+
     @torch.inference_mode()
     def _save_staged(self, slot: int, out: Tensor) -> None:
         """Save by one copy from the device."""
