@@ -17,7 +17,7 @@ from hotswap import Fleet, MigrationRecord, Model, ModelId, Request, RequestId, 
 from hotswap.abc import KVPages
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.forward import LocalForward
-from hotswap.backends.torch.recurrent import StatePool
+from hotswap.backends.torch.recurrent import StatePool, StateShape
 from hotswap.backends.transports import memory_channels, remote_sink, serve_sink
 from hotswap.errors import InvalidRequest, MigrationAborted
 from hotswap.policies import LeastLoadedRouter
@@ -391,3 +391,29 @@ async def test_states_that_are_larger_than_a_payload_cross_a_link() -> None:
                 stopped.num_computed,
             )
         await near.aclose()
+
+
+# -------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_copies_by_a_staging_buffer_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    """Other devices copy through a buffer of their own; the code is the same on any of them."""
+    layers = [
+        [StateShape((3, 5), dtype), StateShape((2, 4, 6), torch.float32)],
+        [],
+        [StateShape((7,), dtype)],
+    ]
+    pool, other = (StatePool(3, torch.device("cpu"), layers) for _ in range(2))
+    for at, state in enumerate(pool.tensors):
+        state.copy_(torch.randn(state.shape, generator=torch.Generator().manual_seed(at)))
+    saved, staged = (torch.empty(pool.slot_bytes, dtype=torch.uint8) for _ in range(2))
+    pool.save(1, saved)
+    pool._save_staged(1, staged)
+    assert saved.equal(staged)
+    other.restore(0, saved)
+    other._restore_staged(2, saved)
+    for mine, theirs in zip(pool.tensors, other.tensors, strict=True):
+        assert theirs[0].equal(mine[1])
+        assert theirs[2].equal(mine[1])
+        assert not theirs[1].any()
