@@ -47,9 +47,12 @@ OK, DAMAGED, REFUSED = 0, 1, 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, 1 for damage or a refused model, or 2 after an error message."""
-    arguments = _parser().parse_args(argv)
-    command = cast("Callable[[argparse.Namespace], int]", arguments.command)
-    return finish(partial(command, arguments))
+
+    def run() -> int:
+        arguments = _parser().parse_args(argv)
+        return cast("Callable[[argparse.Namespace], int]", arguments.command)(arguments)
+
+    return finish(run)
 
 
 # --------------------------------------------------------------------------------------------- arguments
@@ -184,16 +187,15 @@ def _config_schema(_: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from hotswap.commands.simulate import COLUMNS, COUNTS, in_time_text, simulate_all
+    from hotswap.commands.simulate import simulate_all
 
     if arguments.plots and arguments.out is None:
         raise ConfigError("--plots needs --out, the directory that pictures go to.")
     with ExitStack() as bars:
-        report, rows = simulate_all(
+        report, text = simulate_all(
             arguments, lambda name: bars.enter_context(progress_bar(f"Simulating {name}", unit="requests"))
         )
-    rows_text = table(("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS))), rows)
-    _tell(arguments, report, f"{rows_text}\nATTAINMENT: {in_time_text(arguments)}")
+    _tell(arguments, report, text)
     return OK
 
 

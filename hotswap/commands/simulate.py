@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from hotswap.commands.table import table
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 from hotswap.offline.workloads import Lengths, log_normal_lengths, zipf_mix
@@ -17,7 +18,7 @@ from hotswap.simulation.plots import draw
 from hotswap.simulation.run import simulate
 from hotswap.simulation.trace import Trace, generate, power_law_lengths
 
-__all__ = ["COLUMNS", "COUNTS", "DEFAULT", "asked_cluster", "asked_trace", "in_time_text", "simulate_all"]
+__all__ = ["DEFAULT", "asked_cluster", "asked_trace", "simulate_all"]
 
 # Schedulers, where none is named.
 DEFAULT = ("CostSwap()",)
@@ -37,8 +38,8 @@ _MADE = ("poisson", "gamma")
 
 def simulate_all(
     arguments: argparse.Namespace, progress: Callable[[str], Callable[[int, int], None]]
-) -> tuple[dict[str, object], list[tuple[str, ...]]]:
-    """Run every scheduler of the arguments on the same trace; return the report, and rows for a table."""
+) -> tuple[dict[str, object], str]:
+    """Run every scheduler of the arguments on the same trace; return the report, and a table for people."""
     trace = asked_trace(arguments)
     cluster = replace(
         asked_cluster(arguments),
@@ -75,14 +76,16 @@ def simulate_all(
         "slo": asdict(slo),
         "outcomes": [{"scheduler": o.name, **o.summary(slo)} for o in outcomes],
     }
-    return report, [_row(outcome, slo) for outcome in outcomes]
+    heads = ("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS)))
+    rows = [_row(outcome, slo) for outcome in outcomes]
+    return report, f"{table(heads, rows)}\nATTAINMENT: {_in_time_text(slo)}"
 
 
-def in_time_text(arguments: argparse.Namespace) -> str:
+def _in_time_text(slo: Slo) -> str:
     """Return what the share of requests in time is of."""
     return (
-        f"the share of requests with TTFT up to {arguments.ttft:g} s (--ttft) and TPOT up to "
-        f"{arguments.tpot:g} s (--tpot)."
+        f"the share of requests with TTFT up to {slo.ttft_s:g} s (--ttft) and TPOT up to {slo.tpot_s:g} s "
+        "(--tpot)."
     )
 
 

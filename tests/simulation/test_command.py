@@ -31,9 +31,10 @@ def test_schedulers_are_put_side_by_side(capsys: pytest.CaptureFixture[str]) -> 
     assert outcomes[0]["num_evicted"] > outcomes[1]["num_evicted"] == 0  # one's own never evicts
     assert told == simulated(capsys, *words)
     assert main(["simulate", *words]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    head, *rows, foot = capsys.readouterr().out.splitlines()
     assert head.startswith("SCHEDULER")
     assert [row.startswith(text) for row, text in zip(rows, (SWAP, OWN), strict=True)] == [True, True]
+    assert foot.startswith("ATTAINMENT: the share of requests with TTFT up to 10 s")
 
 
 def test_outcomes_and_pictures_go_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,10 +33,9 @@ def test_the_tutorial_can_be_followed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(mine)
     _, *words = shlex.split(beside.replace("\\\n", " "))
     printed = follow(tmp_path, sys.executable, "-m", "hotswap.cli", *words)
-    assert [line.partition("(")[0] for line in printed.splitlines()[1:]] == [
-        "mine.py:LongestWaitFirst",
-        "WeightedLoadSwap",
-    ]
+    _, *rows, foot = printed.splitlines()
+    assert [row.partition("(")[0] for row in rows] == ["mine.py:LongestWaitFirst", "WeightedLoadSwap"]
+    assert foot.startswith("ATTAINMENT: the share of requests with TTFT up to 10 s (--ttft)")
     drawn = {file.name for file in (tmp_path / "report").glob("*.png")}
     assert {"latency.png", "residency-1.png", "residency-2.png", "memory-2.png"} <= drawn
     (tmp_path / "again.py").write_text(from_python.replace("seconds=300", "seconds=30"))
