@@ -275,10 +275,11 @@ def test_it_tells_its_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"hotswap {version('hotswap')}\n")
 
 
-def test_a_reader_that_leaves_ends_it_silently() -> None:
+@pytest.mark.parametrize("words", [("config", "schema"), ("--version",)])
+def test_a_reader_that_leaves_ends_it_silently(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "hotswap.cli", "config", "schema"]
+    command = [sys.executable, "-m", "hotswap.cli", *words]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

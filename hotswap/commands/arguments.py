@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+from hotswap.commands.outcome import say
 
 __all__ = [
     "ShowVersion",
@@ -29,7 +30,7 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Print it."""
-        sys.stdout.write(f"hotswap {version('hotswap')}\n")
+        say(f"hotswap {version('hotswap')}")
         parser.exit()
 
 

@@ -39,6 +39,8 @@ def serve(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{files[0]} describes a whole fleet; give it alone.")
     door = {name: value for name in ("host", "port") if (value := getattr(arguments, name)) is not None}
     path = Path(files[0]) if files else None
+    if sys.stderr.isatty():
+        _tell("Starting, which takes seconds; the address follows.")
     config = with_overrides(_of_models(arguments) if path is None else read_config(path), door)
     serving = build(config)
     if path is not None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 
+from hotswap.commands.outcome import say
 from hotswap.commands.top_feed import Feed, FleetPicture, ServerLost, key_of
 from hotswap.errors import BackendMissing, ConfigError
 
@@ -54,11 +55,13 @@ def top(arguments: Namespace) -> None:
         threading.Event().wait(arguments.interval)  # the rate of tokens needs two looks
         picture = feed.look()
         if arguments.json:
-            sys.stdout.write(json.dumps(asdict(picture), indent=2) + "\n")
+            say(json.dumps(asdict(picture), indent=2))
         else:
             width = int(os.environ.get("COLUMNS") or SNAPSHOT_COLUMNS)
             console = Console(width=width, force_terminal=False, highlight=False)
-            console.print(drawn(picture, feed.url, Size(width)))
+            with console.capture() as captured:
+                console.print(drawn(picture, feed.url, Size(width)))
+            say(captured.get().rstrip("\n"))
     finally:
         feed.close()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from time import perf_counter
 
+from hotswap.commands.outcome import say
 from hotswap.commands.progress import progress_bar
 from hotswap.errors import BackendMissing
 
@@ -33,14 +33,14 @@ def warm(arguments: argparse.Namespace) -> int:
     Raises:
         BackendMissing: torch or numba is not installed.
     """
-    try:
-        from hotswap.kernels import warm as kernels
-    except ModuleNotFoundError as exc:
-        raise BackendMissing("The kernels need PyTorch; pip install 'hotswap[torch]'.") from exc
-    began_s = perf_counter()
-    chosen = kernels.kernels_for(arguments.dtype or kernels.DTYPES)
     ready: dict[str, float] = {}
-    with progress_bar("Compiling kernels", unit="kernels") as show:
+    began_s = perf_counter()
+    with progress_bar("Compiling kernels", unit="kernels") as show:  # from here on, since torch takes seconds
+        try:
+            from hotswap.kernels import warm as kernels
+        except ModuleNotFoundError as exc:
+            raise BackendMissing("The kernels need PyTorch; pip install 'hotswap[torch]'.") from exc
+        chosen = kernels.kernels_for(arguments.dtype or kernels.DTYPES)
         show(0, len(chosen))
         for one in kernels.warm(chosen, processes=arguments.processes):
             ready[f"{one.kernel.package} {one.kernel.dtype}"] = round(one.seconds, 2)
@@ -48,5 +48,5 @@ def warm(arguments: argparse.Namespace) -> int:
     dtypes = " and ".join(sorted({kernel.dtype for kernel in chosen}))
     text = f"{len(ready)} kernels for {dtypes} are ready, after {perf_counter() - began_s:.1f} s."
     told = json.dumps({"kernels": ready}, indent=2) if arguments.json else text
-    sys.stdout.write(f"{told}\n")
+    say(told)
     return 0
