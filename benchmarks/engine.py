@@ -2,11 +2,12 @@
 
     python -m benchmarks.engine                        32 tokens after 128, batches of 1, 8 and 32
     python -m benchmarks.engine --full                 128 tokens after 128, more rounds; about an hour
+    python -m benchmarks.engine --hybrid               an LFM2 of 0.6 GB in place of the Llama
     python -m benchmarks.engine --json report.json
 
-Every contestant serves the same random Llama (hidden 1024, 12 layers) and the same prompts in a process of
-its own; they take turns. Figures are tokens per second of processor time. `README.md` in this folder
-explains the report.
+Every contestant serves the same random Llama (hidden 1024, 12 layers), or LFM2 (16 layers, six of them with
+attention and ten with convolutions), and the same prompts in a process of its own; they take turns. Figures
+are tokens per second of processor time. `README.md` in this folder explains the report.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Settings:
         output: Tokens generated for each.
         repeats: Rounds.
         threads: Threads of every contestant.
+        hybrid: Whether the model keeps states of convolutions beside keys and values.
         hidden: Width of the model; the rest of its shape follows.
         layers: Depth of the model.
         mixed: The run with long prompts, `None` leaves it out.
@@ -59,6 +61,7 @@ class Settings:
     output: int = 128
     repeats: int = 5
     threads: int = 1
+    hybrid: bool = False
     hidden: int = 1024
     layers: int = 12
     mixed: Mapping[str, int] | None = None
@@ -190,31 +193,53 @@ def _measure_mixed(settings: Settings, mixed: Mapping[str, int], model: Path) ->
 
 def _model(settings: Settings) -> Path:
     """Make the checkpoint and the store, if they are not there yet."""
-    place = settings.directory / f"llama-{settings.hidden}x{settings.layers}"
+    kind = "lfm2" if settings.hybrid else "llama"
+    place = settings.directory / f"{kind}-{settings.hidden}x{settings.layers}"
     if not (place / "store" / "m").exists():
         import torch
         import transformers
 
         from hotswap.backends.stores.convert import convert
 
-        config: Any = transformers.LlamaConfig(
-            vocab_size=512,
-            hidden_size=settings.hidden,
-            intermediate_size=3 * settings.hidden,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.hidden // 64,
-            num_key_value_heads=max(1, settings.hidden // 128),
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-        )
         torch.manual_seed(0)
-        module: Any = transformers.LlamaForCausalLM(config)
+        module: Any = transformers.AutoModelForCausalLM.from_config(_config(settings))
         for parameter in module.parameters():
             if parameter.ndim > 1:
                 parameter.data.normal_(0, 0.05)
         module.to(torch.bfloat16).save_pretrained(place / "checkpoint")
         convert(place / "checkpoint", place / "store", model_id="m")
     return place
+
+
+def _config(settings: Settings) -> Any:
+    import transformers
+
+    hidden, layers = settings.hidden, settings.layers
+    shape: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "max_position_embeddings": 4096,
+    }
+    if not settings.hybrid:
+        return transformers.LlamaConfig(
+            **shape,
+            intermediate_size=3 * hidden,
+            num_key_value_heads=max(1, hidden // 128),
+            tie_word_embeddings=False,
+        )
+    # The shape of LFM2-350M but for its vocabulary.
+    attending = {2, 5, 8, 10, 12, 14}
+    return transformers.Lfm2Config(
+        **shape,
+        intermediate_size=9 * hidden // 2,
+        block_auto_adjust_ff_dim=False,
+        num_key_value_heads=hidden // 128,
+        conv_dim=hidden,  # which vLLM reads, and files of LFM2 have
+        block_dim=hidden,
+        layer_types=["full_attention" if at in attending else "conv" for at in range(layers)],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,6 +286,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="threads of every contestant")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(_NAMES))
     parser.add_argument("--contestants", nargs="+", choices=Settings().contestants)
+    parser.add_argument("--hybrid", action="store_true", help="a model with states of convolutions")
     parser.add_argument("--no-mixed", action="store_true", help="leave the load with long prompts out")
     parser.add_argument("--vllm-python", type=Path, help="the interpreter that has vLLM")
     parser.add_argument("--dir", type=Path, help="where the model is made")
@@ -280,6 +306,9 @@ def _settings(options: argparse.Namespace) -> Settings:
         "directory": options.dir,
     }
     changes: dict[str, Any] = {name: value for name, value in named.items() if value}
+    if options.hybrid:  # what serves no such model is left out, and no policy differs by it
+        changes |= {"hybrid": True, "layers": 16, "mixed": None}
+        changes.setdefault("contestants", tuple(n for n in settings.contestants if n != "hf_continuous"))
     if options.no_mixed:
         changes["mixed"] = None
     return replace(settings, **changes)

@@ -41,6 +41,18 @@ def test_the_engine_report_has_every_figure_of_those_that_ran(
     assert set(report["unavailable"]) == {"vllm_eager fp32"}
 
 
+def test_a_hybrid_is_compared_by_its_decodes_with_what_serves_it() -> None:
+    settings = engine._settings(engine._parse(["--hybrid", "--full"]))
+    assert settings.hybrid
+    assert settings.mixed is None
+    assert settings.contestants == ("hotswap", "vllm_eager", "vllm_compiled", "hf_generate")
+    layers = engine._config(settings).layer_types
+    assert (layers.count("conv"), layers.count("full_attention")) == (10, 6)
+    assert engine._settings(engine._parse(["--hybrid", "--contestants", "hotswap"])).contestants == (
+        "hotswap",
+    )
+
+
 def test_vllm_is_the_better_of_its_modes_batch_by_batch() -> None:
     tokens = {"vllm_eager": {"1": [1.0, 2.0], "8": [9.0]}, "vllm_compiled": {"1": [3.0, 3.0], "8": [5.0]}}
     engine._choose_vllm(tokens)
