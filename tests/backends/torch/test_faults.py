@@ -70,15 +70,16 @@ def blocks_given_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
-    def release(self: Any, sequence: Any) -> None:
-        self.blocks.release(sequence.blocks)
-        sequence.blocks = []  # and num_computed stays, as if the keys were still there
+    allocate_prompt, release_all = batcher.Batcher._allocate_prompt, batcher.Batcher._release
 
-    original = batcher.Batcher._allocate_prompt
+    def release(self: Any, sequence: Any) -> None:
+        num_computed = sequence.num_computed
+        release_all(self, sequence)
+        sequence.num_computed = num_computed  # as if the keys were still there
 
     def allocate(self: Any, sequence: Any) -> bool:
         num_computed = sequence.num_computed
-        allocated = original(self, sequence)
+        allocated = allocate_prompt(self, sequence)
         sequence.num_computed = max(num_computed, sequence.num_computed)
         return allocated
 
