@@ -27,7 +27,7 @@ from tests.runtime.support import sim_fleet
 
 # These refuse everything, are for people, or are told in the documentation alone.
 UNTOLD = {"/v1/embeddings", "/ui", "/admin/summary", "/openapi.json"}
-EXAMPLES = int(os.environ.get("HOTSWAP_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("HOTSWAP_EXAMPLES", "4"))
 """Of each endpoint and phase; more find more, and take longer."""
 
 
