@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.command import parser_of, save
 from benchmarks.measure import Summary, machine, ratios, rounds
+from benchmarks.models import hybrid_config
 from benchmarks.process import Failed, Process
 from benchmarks.table import show
 
@@ -212,33 +213,19 @@ def _model(settings: Settings) -> Path:
 
 
 def _config(settings: Settings) -> Any:
+    if settings.hybrid:
+        return hybrid_config(settings.hidden, settings.layers, max_tokens=4096, vocabulary=512)
     import transformers
 
-    hidden, layers = settings.hidden, settings.layers
-    shape: dict[str, Any] = {
-        "vocab_size": 512,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "max_position_embeddings": 4096,
-    }
-    if not settings.hybrid:
-        return transformers.LlamaConfig(
-            **shape,
-            intermediate_size=3 * hidden,
-            num_key_value_heads=max(1, hidden // 128),
-            tie_word_embeddings=False,
-        )
-    # The shape of LFM2-350M but for its vocabulary.
-    attending = {2, 5, 8, 10, 12, 14}
-    return transformers.Lfm2Config(
-        **shape,
-        intermediate_size=9 * hidden // 2,
-        block_auto_adjust_ff_dim=False,
-        num_key_value_heads=hidden // 128,
-        conv_dim=hidden,  # which vLLM reads, and files of LFM2 have
-        block_dim=hidden,
-        layer_types=["full_attention" if at in attending else "conv" for at in range(layers)],
+    return transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=settings.hidden,
+        intermediate_size=3 * settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.hidden // 64,
+        num_key_value_heads=max(1, settings.hidden // 128),
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
     )
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.migrate                      contexts up to 1,024 tokens
     python -m benchmarks.migrate --full               up to 8,192; takes minutes
+    python -m benchmarks.migrate --hybrid             an LFM2 of 0.6 GB, whose states move with its KV blocks
 
 Two engines of one process serve the same model, each on a thread of its own. A stream moves from one to the
 other by four methods: with its KV blocks while it decodes, as tokens in rounds, with its KV blocks while it
@@ -27,7 +28,7 @@ import anyio
 from benchmarks.by_hand import ByHand
 from benchmarks.command import parser_of, save
 from benchmarks.measure import WORK, Summary, brief, machine, rounds, versions, workspace
-from benchmarks.models import write_llama
+from benchmarks.models import write_hybrid, write_llama
 from benchmarks.partial import PartialResults
 from benchmarks.table import show
 from hotswap import (
@@ -74,6 +75,7 @@ class Settings:
         contexts: Tokens that the moving request has.
         methods: How it moves.
         repeats: Moves of each method and context.
+        hybrid: Whether it is an LFM2, not a Llama.
         hidden: Width of the model.
         layers: Depth of the model.
         before: Tokens that both streams decode before the move, undisturbed.
@@ -82,6 +84,7 @@ class Settings:
     contexts: tuple[int, ...] = (256, 512, 1024)
     methods: tuple[str, ...] = tuple(_LIMITS)
     repeats: int = 3
+    hybrid: bool = False
     hidden: int = 1024
     layers: int = 12
     before: int = 24
@@ -102,7 +105,12 @@ def measure(
     """
     results = partial or PartialResults()
     with workspace("migrate", directory) as root:
-        write_llama(root, hidden=settings.hidden, layers=settings.layers, max_tokens=16_384, dtype="bfloat16")
+        if settings.hybrid:
+            write_hybrid(root, hidden=settings.hidden, layers=settings.layers, max_tokens=16_384)
+        else:
+            write_llama(
+                root, hidden=settings.hidden, layers=settings.layers, max_tokens=16_384, dtype="bfloat16"
+            )
         report: dict[str, Any] = {
             "machine": machine(root),
             "versions": versions("torch", "transformers"),
@@ -335,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--methods", nargs="+", choices=_LIMITS, help="how requests move; all methods by default"
     )
     parser.add_argument("--repeats", type=int, help="moves of each kind")
+    parser.add_argument("--hybrid", action="store_true", help="a model with states of convolutions")
     options = parser.parse_args(arguments)
     settings = FULL if options.full else Settings()
     if options.contexts:
@@ -343,6 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, methods=tuple(options.methods))
     if options.repeats:
         settings = replace(settings, repeats=options.repeats)
+    if options.hybrid:
+        settings = replace(settings, hybrid=True, layers=16)
     partial = PartialResults.of(options.json)
     report = measure(settings, partial=partial)
     _print(report)

@@ -1,4 +1,4 @@
-"""Random Llamas: in a store, as fleets load them, or in memory, as an engine computes them."""
+"""Random models: in a store, as fleets load them, or in memory, as an engine computes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from hotswap.model import Layout
 
-__all__ = ["llama_in_engine", "write_llama"]
+__all__ = ["hybrid_config", "llama_in_engine", "write_hybrid", "write_llama"]
 
 
 def write_llama(
@@ -51,8 +51,6 @@ def write_llama(
     import torch
     import transformers
 
-    from hotswap.backends.stores.convert import convert
-
     config: Any = transformers.LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -65,6 +63,50 @@ def write_llama(
         **({} if dtype is None else {"dtype": dtype}),
     )
     torch.manual_seed(seed)
+    return _write(config, directory, name, layout=layout, tokenizer=tokenizer)
+
+
+def write_hybrid(directory: Path, *, hidden: int, layers: int, max_tokens: int = 2048) -> int:
+    """Write a random LFM2 in bfloat16 like `write_llama`, as model "m" with 2,048 token ids."""
+    import torch
+
+    config = hybrid_config(hidden, layers, max_tokens=max_tokens, vocabulary=2048)
+    config.dtype = torch.bfloat16
+    torch.manual_seed(0)
+    return _write(config, directory, "m")
+
+
+def hybrid_config(hidden: int, layers: int, *, max_tokens: int, vocabulary: int) -> Any:
+    """Return the configuration of an LFM2: the shape of LFM2-350M with 1,024 and 16, but for the vocabulary.
+
+    Six of 16 layers have attention, and ten a convolution, which keeps a state for each request.
+    """
+    import transformers
+
+    attending = {2, 5, 8, 10, 12, 14}
+    return transformers.Lfm2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=9 * hidden // 2,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=max(1, hidden // 128),
+        max_position_embeddings=max_tokens,
+        layer_types=["full_attention" if at in attending else "conv" for at in range(layers)],
+        conv_dim=hidden,  # which vLLM reads, and files of LFM2 have
+        block_dim=hidden,
+    )
+
+
+def _write(
+    config: Any, directory: Path, name: str, *, layout: Layout = "modules", tokenizer: str | None = None
+) -> int:
+    """Write a random model, add it to the store, and return the bytes of its weights."""
+    import transformers
+
+    from hotswap.backends.stores.convert import convert
+
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(config)
     model.save_pretrained(directory / name)

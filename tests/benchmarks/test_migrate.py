@@ -12,6 +12,17 @@ from benchmarks.partial import PartialResults
 
 
 @pytest.mark.slow
+def test_a_hybrid_moves_with_its_states(tmp_path: Path) -> None:
+    settings = migrate.Settings(
+        contexts=(64,), methods=("kv",), repeats=1, hidden=64, layers=3, before=4, hybrid=True
+    )
+    report = migrate.measure(settings, tmp_path / "work")
+    (gap_s,) = report["gap_s"]["kv"]["64"]
+    assert gap_s > 0
+    assert report["copied_bytes"]["64"] > 0
+
+
+@pytest.mark.slow
 def test_every_method_moves_every_context(tmp_path: Path) -> None:
     settings = migrate.Settings(contexts=(64, 128), repeats=1, hidden=64, layers=2, before=4)
     path = tmp_path / "report.part"
