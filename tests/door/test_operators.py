@@ -9,6 +9,7 @@ import anyio
 from opentelemetry.metrics import MeterProvider
 
 from hotswap.door import PrometheusMetrics, create_app
+from hotswap.offline.replay import load_view
 from hotswap.offline.virtual_time import virtual_time
 from tests.door.support import Caller, client_of
 from tests.runtime.support import Idle, models, sim_fleet
@@ -40,6 +41,13 @@ async def test_verbs_do_what_the_fleet_does() -> None:
         swaps = (await client.get("/admin/swaps")).json()["data"]
         assert [swap["model"] for swap in swaps] == ["a", "b", None]
         assert (await client.get("/admin/migrations")).json()["data"] == []
+
+
+@virtual_time
+async def test_a_scheduler_can_plan_again_from_the_view_that_is_shown() -> None:
+    async with sim_fleet("a", "b", scheduler=Idle()) as fleet, client_of(create_app(fleet)) as client:
+        await fleet.swap("e0", to="a")
+        assert load_view((await client.get("/admin/view")).text) == fleet.view()
 
 
 @virtual_time
