@@ -23,7 +23,9 @@ def named_in_the_page() -> set[str]:
     return set(re.findall(r"`((?:gen_ai|hotswap|error)\.[a-z_.]+)`", PAGE)) - {
         "hotswap.stores",
         "hotswap.kernels",
+        "hotswap.transports",
         "hotswap.unserved",
+        "hotswap.vllm",
     }
 
 
