@@ -51,7 +51,7 @@ class Observed(Generic[_T]):
         self._name = name
 
     if TYPE_CHECKING:
-        # Without it an assigned value is read like any other attribute, which simulations do a billion times.
+        # Without it an assigned value is read like any other attribute, without a call of Python.
         def __get__(self, of: object, owner: type[Any]) -> _T: ...
 
     def __set__(self, of: object, value: _T) -> None:
