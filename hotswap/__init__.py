@@ -19,6 +19,7 @@ from hotswap.action import (
     SwapRecord,
 )
 from hotswap.chat import Chat
+from hotswap.device_budget import DeviceBudget, DeviceLease
 from hotswap.errors import HotswapError, InvalidRequest, PromptTooLong
 from hotswap.event import EventKind, FleetEvent
 from hotswap.model import Adapter, Layout, Model, ModelCard, OnChange
@@ -69,6 +70,8 @@ __all__ = [
     "Adapters",
     "Chat",
     "Completion",
+    "DeviceBudget",
+    "DeviceLease",
     "DrainRecord",
     "EventKind",
     "EventStream",

@@ -48,6 +48,7 @@ from hotswap.engine import (
     SupportsModelCheck,
     SupportsModelTrial,
     SupportsPreload,
+    SupportsResize,
     WrapperEngine,
 )
 from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
@@ -210,6 +211,7 @@ __all__ = [
     "SupportsPrefetch",
     "SupportsPreload",
     "SupportsReadInto",
+    "SupportsResize",
     "SupportsSideFiles",
     "SupportsSource",
     "SupportsTextSettings",

@@ -29,6 +29,7 @@ __all__ = [
     "SupportsModelCheck",
     "SupportsModelTrial",
     "SupportsPreload",
+    "SupportsResize",
     "WrapperEngine",
 ]
 
@@ -249,6 +250,27 @@ class SupportsModelTrial(Protocol):
         Raises:
             UnsupportedModel: naming what to do instead.
             StoreError: what the store has of the model could not be read.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsResize(Protocol):
+    """An engine whose KV pool can grow and shrink while it serves, under a `DeviceBudget`."""
+
+    async def resize_kv(self, num_blocks: int) -> int:
+        """Bring the KV pool as near to `num_blocks` as is possible now; return the number reached.
+
+        The pool keeps its least number of blocks, and grows no further than its most and the budget allow. To
+        shrink takes free and cached blocks first. Then running requests wait again, those admitted last
+        first, and compute their tokens again; the first is not interrupted. Later the pool changes again as
+        requests need blocks; but one that shrank does not grow while other holders of the budget lack memory.
+
+        A call that is cancelled may have resized the pool.
+
+        Raises:
+            InstanceError: the engine serves no model, or its pool keeps its size.
+            InstanceLost: the engine is gone.
         """
         ...
 

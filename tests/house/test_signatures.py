@@ -83,6 +83,7 @@ NOT_NAMED = {
     "SupportsNodes": "an ability that the fleet asks a store for",
     "SupportsPrefetch": "an ability that the fleet asks a store for",
     "SupportsPreload": "an ability that the fleet asks an engine for",
+    "SupportsResize": "an ability that the fleet asks an engine for",
     "SupportsReadInto": "an ability that other stores ask a store for",
     "SupportsSideFiles": "an ability that engines and tiers ask a store for",
     "SupportsSource": "an ability that tokenizers ask a template for",
