@@ -7,6 +7,10 @@ for, which need the logits of every row. All decisions follow the *rank* of requ
 which one level of priority counts as a fixed number of arrivals. When no KV block is free, the request with
 the last rank is preempted: its blocks are released, it waits, and it is recomputed except for blocks that are
 still cached.
+
+A model with recurrent states goes on from a snapshot of the states after a prefix (`SnapshotPool`). A part of
+a prompt ends where one is made: after the last full block, and where a prefix that was found has none. While
+a request decodes, one follows it from block to block.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from hotswap.backends.torch.arrival import Arrival
 from hotswap.backends.torch.blocks import BlockPool, Copy
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS
 from hotswap.backends.torch.kv import blocks_for
-from hotswap.backends.torch.prefix import Prefix, block_content, extend_keys, find_prefix
+from hotswap.backends.torch.prefix import Prefix, block_content, extend_keys, find_continued, find_prefix
+from hotswap.backends.torch.recurrent.snapshots import SnapshotPool, StateCopy
 from hotswap.backends.torch.sequence import Chunk, Sequence
 
 __all__ = ["Batcher", "Plan"]
@@ -35,11 +40,15 @@ class Plan:
         chunks: The tokens to compute.
         copies: Block copies to make first, in order.
         fresh: Other newly allocated blocks, to be cleared after the copies.
+        restored: Snapshots that become the states of requests before the step.
+        saved: States that become snapshots after the step.
     """
 
     chunks: list[Chunk]
     copies: tuple[Copy, ...] = ()
     fresh: tuple[int, ...] = ()
+    restored: tuple[StateCopy, ...] = ()
+    saved: tuple[StateCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +78,8 @@ class Batcher:
         max_requests: The maximum number of running requests.
         num_batches: Batches in flight at once; computed in the order in which they were scheduled.
         prefix_reuse: Whether requests share blocks of common prefixes, also with ended requests.
+        snapshots: Has the states after prefixes, without which their blocks are not used; `None` for a model
+            without recurrent states.
         priority_places: How many arrivals one level of priority counts as.
     """
 
@@ -81,6 +92,7 @@ class Batcher:
         max_requests: int,
         num_batches: int = 1,
         prefix_reuse: bool = True,
+        snapshots: SnapshotPool | None = None,
         priority_places: int = 64,
     ) -> None:
         self.blocks = blocks
@@ -94,6 +106,7 @@ class Batcher:
         self._prefix_reuse, self._priority_places = prefix_reuse, priority_places
         self._fresh: set[int] = set()
         self._copies: dict[int, Copy] = {}
+        self.snapshots, self._restored = snapshots, list[StateCopy]()
         self._free_slots = list(range(max_requests))
 
     @property
@@ -127,10 +140,13 @@ class Batcher:
 
     def discard(self, sequence: Sequence, num_computed: int) -> None:
         """Remove a request of which a step failed; of its tokens `num_computed` had been computed before."""
-        for block in sequence.blocks[num_computed // self.block_tokens :]:
-            self.blocks.retract(block)
-        sequence.num_computed = num_computed
+        self._retract(sequence, num_computed)
         self.remove(sequence)
+
+    def recompute(self, sequence: Sequence, num_computed: int) -> None:
+        """Preempt a running request of which a step failed that had changed its states."""
+        self._retract(sequence, num_computed)
+        self.preempt(sequence)
 
     def park(self, sequence: Sequence) -> None:
         """Exclude a running request from steps; it keeps its blocks and counts to `max_requests`."""
@@ -155,13 +171,17 @@ class Batcher:
         """Return the plan of the next step. Call `advance` with its chunks before the next `schedule`."""
         self._fresh.clear()
         self._copies.clear()
+        self._restored.clear()
         for sequence in [one for one in self.running if one.outgrows_keys]:
             self.preempt(sequence)
             sequence.root, sequence.keys = sequence.long_root, []
         self._admit_urgent()
         chunks = self._decodes()
         chunks += self._prefills(-(-self.token_budget // self.num_batches) - len(chunks))
-        return Plan(chunks, tuple(self._copies.values()), tuple(sorted(self._fresh - self._copies.keys())))
+        fresh = tuple(sorted(self._fresh - self._copies.keys()))
+        # States are saved last: no request of this step begins with those that it saves.
+        restored, saved = tuple(self._restored), tuple(self._save_states(chunks))
+        return Plan(chunks, tuple(self._copies.values()), fresh, restored, saved)
 
     def advance(self, chunks: Items[Chunk]) -> None:
         """Count the chunks of a step as computed: later steps may reuse the blocks that they fill."""
@@ -189,7 +209,7 @@ class Batcher:
         prefilling = iter([sequence for sequence in self.running if sequence.num_pending > 1])
         room = MAX_SCORED_ROWS
         while budget > 0 and (sequence := next(prefilling, None) or self._admit()) is not None:
-            count = min(sequence.num_pending, budget)
+            count = sequence.up_to_stop(budget)
             if (scored := min(count, sequence.num_unscored)) > room:
                 count = scored = room
             if count:
@@ -236,22 +256,31 @@ class Batcher:
         assert slot is not None, "it has not been taken over before"
         sequence.blocks, sequence.slot = [*blocks, *self._allocate(num_new)], slot
         sequence.num_computed = len(arrival.tokens)
+        self._set_stops(sequence)
+        for at in range(sequence.num_computed // self.block_tokens):
+            self._publish(sequence, at, self.block_tokens)
         return True
 
     def _allocate_all(self, sequence: Sequence) -> bool:
-        """Allocate a slot, and blocks for all tokens; false if there are too few."""
-        if not (self._free_slots and self._allocate_prompt(sequence)):
+        """Allocate a slot, and blocks for all tokens, cached ones first; false if there are too few."""
+        if not self._free_slots:
+            return False
+        prefix = self._find_prefix(sequence)
+        if not self._allocate_blocks(sequence, prefix):
             return False
         sequence.slot = self._free_slots.pop()
+        if prefix.snapshot is not None:
+            self._restored.append(StateCopy(prefix.snapshot, sequence.slot))
+        self._set_stops(sequence, prefix.num_found)
         return True
 
     @property
     def _num_admitted(self) -> int:
         return len(self.running) + len(self.parked)
 
-    def _allocate_prompt(self, sequence: Sequence) -> bool:
-        """Allocate blocks for all tokens of a request, cached ones first; false if too few are free."""
-        pool, prefix = self.blocks, self._find_prefix(sequence)
+    def _allocate_blocks(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Allocate blocks for all tokens of a request after its prefix; false if too few are free."""
+        pool = self.blocks
         num_new = blocks_for(len(sequence.tokens), self.block_tokens) - len(prefix.blocks)
         # One spare block per running request: without it the new request would soon be preempted.
         room = (
@@ -322,7 +351,7 @@ class Batcher:
     def _release(self, sequence: Sequence) -> None:
         # Never in the step of its admission, whose copy is still to be made: the spare blocks prevent that.
         at, num_tokens = divmod(sequence.num_computed, self.block_tokens)
-        if num_tokens:
+        if num_tokens and self.snapshots is None:  # nothing continues from within a block otherwise
             self._publish(sequence, at, num_tokens)
         self.blocks.release(sequence.blocks)
         sequence.blocks, sequence.num_computed = [], 0
@@ -337,6 +366,8 @@ class Batcher:
         num_full = len(tokens) // block_tokens
         extend_keys(sequence.keys, sequence.root, tokens, block_tokens, num_blocks=num_full)
         reusable = tokens[: sequence.num_reusable]
+        if self.snapshots is not None:
+            return find_continued(self.blocks, self.snapshots, sequence.keys, reusable, block_tokens)
         return find_prefix(self.blocks, sequence.keys, sequence.root, reusable, block_tokens)
 
     def _publish(self, sequence: Sequence, at: int, num_tokens: int) -> None:
@@ -348,6 +379,43 @@ class Batcher:
         parent = sequence.keys[at - 1] if at else sequence.root
         content = block_content(parent, tokens[first : first + num_tokens])
         self.blocks.publish(sequence.blocks[at], content)
+
+    def _retract(self, sequence: Sequence, num_computed: int) -> None:
+        """Take back what a step has published of a request, of whose tokens fewer are computed."""
+        first, end = num_computed // self.block_tokens, sequence.num_computed // self.block_tokens
+        for block in sequence.blocks[first:]:
+            self.blocks.retract(block)
+        if self.snapshots is not None:
+            self.snapshots.drop(sequence.keys[first:end])
+        sequence.num_computed = num_computed
+
+    # ------------------------------------------------------------------ snapshots
+
+    def _set_stops(self, sequence: Sequence, num_found: int = 0) -> None:
+        """Choose where parts of a prompt end: after `num_found` blocks, which others share, and the last."""
+        if self.snapshots is None:
+            return
+        last = (len(sequence.tokens) - 1) // self.block_tokens
+        sequence.stops = tuple(count * self.block_tokens for count in sorted({num_found, last}))
+
+    def _save_states(self, chunks: Items[Chunk]) -> Iterator[StateCopy]:
+        """Yield the copies to snapshots after a step with these chunks."""
+        if self.snapshots is None:
+            return
+        for chunk in chunks:
+            sequence, (num_blocks, rest) = chunk.sequence, divmod(chunk.end, self.block_tokens)
+            follows = chunk.end > sequence.stops[-1]
+            if rest or not (follows or chunk.end in sequence.stops):
+                continue
+            extend_keys(
+                sequence.keys, sequence.root, sequence.tokens, self.block_tokens, num_blocks=num_blocks
+            )
+            key = sequence.keys[num_blocks - 1]
+            slot = self.snapshots.save(key, replaced=sequence.latest if follows else None)
+            if slot is not None:
+                yield StateCopy(sequence.slot, slot)
+            if follows:
+                sequence.latest = None if slot is None else key
 
 
 def _arrival_of(sequence: Sequence) -> Arrival | None:

@@ -96,7 +96,10 @@ class TorchEngine(Engine):
         itl_target_s: The target inter-token latency in seconds, which the engine meets by lowering the token
             budget according to measured step times. Default: `None`, the budget is fixed.
         prefix_reuse: Whether requests share the KV blocks of common prefixes, also with ended requests.
-            Models with recurrent states never do. Default: true.
+            Models with recurrent states do so from snapshots of them on. Default: true.
+        snapshot_bytes: The limit of snapshots of recurrent states, part of `memory_bytes`; of a size below
+            one snapshot no prefix is reused. Default: `None`, one for each of `max_requests`, and at most an
+            eighth of the memory that weights and the states of requests leave.
         max_requests: The maximum number of running requests; more wait inside the engine. Recurrent states
             take memory for each. Default: 64.
         memory_bytes: The limit of weights (preloaded ones included), KV blocks and recurrent states together.
@@ -156,6 +159,7 @@ class TorchEngine(Engine):
         token_budget: int | None = None,
         itl_target_s: float | None = None,
         prefix_reuse: bool = True,
+        snapshot_bytes: int | str | None = None,
         max_requests: int = 64,
         memory_bytes: int | str | None = None,
         idle_bytes: int | str = "1 GiB",
@@ -184,6 +188,7 @@ class TorchEngine(Engine):
             token_budget=token_budget,
             itl_target_s=itl_target_s,
             prefix_reuse=prefix_reuse,
+            snapshot_bytes=snapshot_bytes,
             max_requests=max_requests,
             memory_bytes=memory_bytes,
             idle_bytes=idle_bytes,

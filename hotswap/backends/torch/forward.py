@@ -23,6 +23,7 @@ from hotswap.backends.torch.gathered import Gathering
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import MIN_ROWS
 from hotswap.backends.torch.pieces import Piece
+from hotswap.backends.torch.recurrent.snapshots import StateCopy
 from hotswap.backends.torch.recurrent.states import Span, StatePool, StepStates
 from hotswap.backends.torch.step_numbers import send
 from hotswap.kernels.paged_attention import Rows
@@ -44,11 +45,15 @@ class Work:
         pieces: The tokens, at most one piece per request.
         fresh: Newly allocated KV blocks, to be cleared first.
         copies: Copies between KV blocks, to be made before that.
+        restored: Snapshots with whose states requests begin, to be copied before the step.
+        saved: States to be copied to snapshots after the step.
     """
 
     pieces: tuple[Piece, ...]
     fresh: Sequence[int] = ()
     copies: Sequence[Copy] = ()
+    restored: Sequence[StateCopy] = ()
+    saved: Sequence[StateCopy] = ()
 
 
 class Forward(ABC):
@@ -63,12 +68,14 @@ class Forward(ABC):
         depth: The maximum number of steps in flight.
         keeps_states: Whether requests have recurrent states, which a step changes: a part of a request cannot
             be computed twice, and its KV blocks alone do not continue it.
+        num_snapshots: How many snapshots of states there is room for, after the slots of requests.
     """
 
     num_blocks: int
     size_bytes: int
     depth: int = 1
     keeps_states: bool = False
+    num_snapshots: int = 0
 
     @abstractmethod
     def submit(self, work: Work) -> None:
@@ -99,6 +106,7 @@ class LocalForward(Forward):
         background_work: Called by `do_background_work`.
         states: The recurrent states of requests; `None` for models without any.
         graphs: Runs decode steps, where it can.
+        num_snapshots: How many of the slots of states are for snapshots, the last ones.
 
     Attributes:
         cache: The KV cache.
@@ -116,6 +124,7 @@ class LocalForward(Forward):
         background_work: Callable[[], bool] = lambda: False,
         states: StatePool | None = None,
         graphs: DecodeGraphs | None = None,
+        num_snapshots: int = 0,
     ) -> None:
         self.num_blocks, self.size_bytes = cache.num_blocks, cache.size_bytes
         self.cache, self.states, self.keeps_states = cache, states, states is not None
@@ -123,7 +132,7 @@ class LocalForward(Forward):
             self.size_bytes += states.size_bytes
         self._model, self._background_work = model, background_work
         self._invariant, self._linear_only = invariant, linear_only
-        self._graphs = graphs
+        self._graphs, self.num_snapshots = graphs, num_snapshots
         self.work = Work(())
 
     def submit(self, work: Work) -> None:
@@ -132,6 +141,14 @@ class LocalForward(Forward):
     def result(self) -> Tensor:
         self.cache.copy(self.work.copies)
         self.cache.clear(self.work.fresh)
+        if self.states is None:
+            return self._logits()
+        self.states.copy(self.work.restored)
+        logits = self._logits()
+        self.states.copy(self.work.saved)
+        return logits
+
+    def _logits(self) -> Tensor:
         pieces = self.work.pieces
         if self._graphs is not None and (logits := self._graphs.logits(pieces)) is not None:
             return logits

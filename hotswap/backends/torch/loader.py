@@ -22,7 +22,7 @@ from hotswap.backends.torch.device import ReleasedMemory, check_device, out_of_m
 from hotswap.backends.torch.fingerprint import compute_format, fingerprint_of, weights_key
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.fp8_linear import QuantizedWeights, keeps_fp8_by_default, linear_weights, prepare
-from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token
+from hotswap.backends.torch.kv import KVCache, LayerShape
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.long_rope import LongRope
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
@@ -210,7 +210,11 @@ class LocalLoader(Loader):
         return cache.num_blocks == self._num_blocks(model, budget)
 
     def _num_blocks(self, model: LocalModel, budget: KVBudget) -> int:
-        return budget.num_blocks(model.layers, model.context, self.memory_bytes - self.weight_bytes)
+        return budget.num_blocks(model.layers, model.context, self._room_bytes)
+
+    @property
+    def _room_bytes(self) -> int:
+        return self.memory_bytes - self.weight_bytes
 
     def open(self, model: LocalModel, budget: KVBudget, kept: KVCache | None = None) -> LocalForward:
         """Allocate the KV cache of a model, unless one is kept, and return its forward pass. Blocking.
@@ -219,7 +223,8 @@ class LocalLoader(Loader):
             OutOfMemory: the memory does not suffice for one block.
         """
         cache = self._make_cache(model, budget) if kept is None else kept
-        states = self._make_states(model, budget)
+        num_snapshots = budget.num_snapshots(model.layers, self._room_bytes)
+        states = self._make_states(model, budget, num_snapshots)
         self._others_bytes = cache.size_bytes + (0 if states is None else states.size_bytes)
         # Released with the model, before `reclaimed` is called.
         self._released.watch(*cache.tensors, *(() if states is None else states.tensors))
@@ -232,30 +237,25 @@ class LocalLoader(Loader):
             background_work=partial(self.pack_next, model),
             states=states,
             graphs=graphs_for(model.skeleton, cache, self._steps, budget.max_requests),
+            num_snapshots=num_snapshots,
         )
 
     def _make_cache(self, model: LocalModel, budget: KVBudget) -> KVCache:
-        num_blocks, state_bytes = self._num_blocks(model, budget), budget.state_bytes(model.layers)
-        block_bytes = budget.block_tokens * bytes_per_token(model.layers)
+        num_blocks = self._num_blocks(model, budget)
         if num_blocks < 1:
-            room = self.memory_bytes - self.weight_bytes
-            beside = f" beside {state_bytes:,} for recurrent states of {budget.max_requests} requests"
-            raise OutOfMemory(
-                f"Model {model.card.id!r} leaves {room:,} bytes for KV blocks of {block_bytes:,} bytes each"
-                f"{beside if state_bytes else ''}; give the engine more"
-                f"{', or lower its max_requests' if state_bytes else ''}."
-            )
+            raise budget.no_room(model.card.id, model.layers, self._room_bytes)
         size, by_kernels = budget.block_tokens, self._steps.by_kernels
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             cache = KVCache(num_blocks, size, self._device, model.layers, by_kernels=by_kernels)
             cache.build_kernels()
         return cache
 
-    def _make_states(self, model: LocalModel, budget: KVBudget) -> StatePool | None:
-        if not budget.state_bytes(model.layers):
+    def _make_states(self, model: LocalModel, budget: KVBudget, num_snapshots: int) -> StatePool | None:
+        layers = [layer.states for layer in model.layers]
+        if not any(layers):
             return None
         with out_of_memory_mapped(f"the recurrent states of {model.card.id!r}"):
-            pool = StatePool(budget.max_requests, self._device, [layer.states for layer in model.layers])
+            pool = StatePool(budget.max_requests + num_snapshots, self._device, layers)
             pool.build_kernels()
         return pool
 

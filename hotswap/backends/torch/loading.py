@@ -11,7 +11,9 @@ from hotswap.backends.torch.adapters.targets import Target
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token, state_bytes
 from hotswap.backends.torch.long_rope import LongRope
+from hotswap.errors import OutOfMemory
 from hotswap.model import ModelCard
+from hotswap.request import ModelId
 from hotswap.store import WeightStore
 
 __all__ = ["KVBudget", "LoadedModel", "Loader"]
@@ -26,16 +28,28 @@ class KVBudget:
         size_bytes: The capacity in bytes, or `None`.
         block_tokens: Tokens per block.
         max_requests: The maximum number of running requests.
+        snapshot_bytes: The limit of snapshots of recurrent states; `None` for as many as `max_requests`, and
+            at most an eighth of the memory that weights and the states of requests leave.
     """
 
     tokens: int
     size_bytes: int | None
     block_tokens: int
     max_requests: int
+    snapshot_bytes: int | None = None
 
-    def state_bytes(self, layers: tuple[LayerShape, ...]) -> int:
-        """Return the bytes of the recurrent states of all running requests."""
-        return self.max_requests * state_bytes(layers)
+    def num_snapshots(self, layers: tuple[LayerShape, ...], room_bytes: int) -> int:
+        """Return how many snapshots of states there are; `room_bytes` is the memory that weights leave."""
+        if not (each := state_bytes(layers)):
+            return 0
+        if self.snapshot_bytes is not None:
+            return self.snapshot_bytes // each
+        left_bytes = max(0, room_bytes - self.max_requests * each)
+        return min(self.max_requests, left_bytes // 8 // each)
+
+    def state_bytes(self, layers: tuple[LayerShape, ...], room_bytes: int) -> int:
+        """Return the bytes of the recurrent states of all running requests, and of all snapshots."""
+        return (self.max_requests + self.num_snapshots(layers, room_bytes)) * state_bytes(layers)
 
     @property
     def most_tokens(self) -> int | None:
@@ -50,7 +64,7 @@ class KVBudget:
             context: The maximum length of a request, in tokens.
             room_bytes: The free memory, of which recurrent states take their part first.
         """
-        room_bytes -= self.state_bytes(layers)
+        room_bytes -= self.state_bytes(layers, room_bytes)
         # A model without attention has blocks of no size, by which tokens are counted alone.
         block_bytes = max(1, self.block_tokens * bytes_per_token(layers))
         wanted = (
@@ -59,6 +73,19 @@ class KVBudget:
         useful = self.max_requests * blocks_for(context, self.block_tokens)
         # Block 0 is for padding rows and takes memory too.
         return min(wanted, useful, room_bytes // block_bytes - 1)
+
+    def no_room(self, model: ModelId, layers: tuple[LayerShape, ...], room_bytes: int) -> OutOfMemory:
+        """Return the error for a model that leaves no room for one block beside the states."""
+        block_bytes = self.block_tokens * bytes_per_token(layers)
+        state_bytes = self.state_bytes(layers, room_bytes)
+        count = self.num_snapshots(layers, room_bytes)
+        states = f" beside {state_bytes:,} for recurrent states of {self.max_requests} requests"
+        states += f" and {count} snapshots" if count else ""
+        cure = ", or lower its max_requests" + (" or snapshot_bytes" if count else "")
+        return OutOfMemory(
+            f"Model {model!r} leaves {room_bytes:,} bytes for KV blocks of {block_bytes:,} bytes each"
+            f"{states if state_bytes else ''}; give the engine more{cure if state_bytes else ''}."
+        )
 
 
 class LoadedModel(ABC):

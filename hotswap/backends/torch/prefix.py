@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotswap.backends.torch.blocks import BlockPool, Content
+from hotswap.backends.torch.recurrent.snapshots import SnapshotPool
 
-__all__ = ["Prefix", "block_content", "extend_keys", "find_prefix", "root_key"]
+__all__ = ["Prefix", "block_content", "extend_keys", "find_continued", "find_prefix", "root_key"]
 
 
 def root_key(weights: str, adapter: bytes = b"") -> bytes:
@@ -51,11 +52,15 @@ class Prefix:
         blocks: Its first blocks, all full.
         source: A block whose first `num_copied` tokens equal those of the next block; `None` without one.
         num_copied: The number of tokens to copy from `source`.
+        snapshot: The slot of the states after `blocks`; `None` without one.
+        num_found: How many blocks were found, with those that lie after the snapshot.
     """
 
     blocks: tuple[int, ...] = ()
     source: int | None = None
     num_copied: int = 0
+    snapshot: int | None = None
+    num_found: int = 0
 
 
 def find_prefix(
@@ -65,15 +70,40 @@ def find_prefix(
 
     The last token is always computed, for its logits.
     """
+    blocks = _full_blocks(pool, keys, tokens, block_tokens)
+    parent = keys[len(blocks) - 1] if blocks else root
+    first = len(blocks) * block_tokens
+    start = pool.find_start(parent, tokens[first : min(first + block_tokens, len(tokens) - 1)])
+    return Prefix(tuple(blocks)) if start is None else Prefix(tuple(blocks), *start)
+
+
+def find_continued(
+    pool: BlockPool,
+    snapshots: SnapshotPool,
+    keys: Sequence[bytes],
+    tokens: Sequence[int],
+    block_tokens: int,
+) -> Prefix:
+    """Return the longest cached prefix of `tokens`, without the last token, that has a snapshot.
+
+    Blocks after the snapshot are computed again: their states are not known.
+    """
+    found = _full_blocks(pool, keys, tokens, block_tokens)
+    num_blocks = snapshots.longest(keys[: len(found)])
+    slot = snapshots.use(keys[num_blocks - 1]) if num_blocks else None
+    return Prefix(tuple(found[:num_blocks]), snapshot=slot, num_found=len(found))
+
+
+def _full_blocks(
+    pool: BlockPool, keys: Sequence[bytes], tokens: Sequence[int], block_tokens: int
+) -> list[int]:
+    """Return the first full blocks of `tokens` that are cached, without the block of the last token."""
     blocks: list[int] = []
     for key in keys[: (len(tokens) - 1) // block_tokens]:
         if (block := pool.find(key)) is None:
             break
         blocks.append(block)
-    parent = keys[len(blocks) - 1] if blocks else root
-    first = len(blocks) * block_tokens
-    start = pool.find_start(parent, tokens[first : min(first + block_tokens, len(tokens) - 1)])
-    return Prefix(tuple(blocks)) if start is None else Prefix(tuple(blocks), *start)
+    return blocks
 
 
 def _digest(data: bytes) -> bytes:

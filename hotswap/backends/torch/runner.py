@@ -209,7 +209,9 @@ class Runner:
         chunks = sorted(plan.chunks, key=_length, reverse=True)
         sampling = tuple((chunk.sequence, len(chunk.sequence.tokens)) for chunk in chunks if chunk.is_last)
         masks = self._masks.begin([sequence.sampler.constraint for sequence, _ in sampling])
-        work = Work(tuple(chunk.piece() for chunk in chunks), plan.fresh, plan.copies)
+        work = Work(
+            tuple(chunk.piece() for chunk in chunks), plan.fresh, plan.copies, plan.restored, plan.saved
+        )
         self._forward.submit(work)
         self.batcher.advance(chunks)
         step = _InFlightStep(work, tuple(chunk.sequence for chunk in chunks), sampling)
@@ -228,16 +230,18 @@ class Runner:
         """Compute a failed step again without its newest requests, which end; raise if that does not help.
 
         The requests that go on get the same tokens: a step writes the same keys and values again. Recurrent
-        states may have been changed by a part of the step: with these, the other requests are computed anew.
+        states may have been changed by a part of the step: with these, the other requests are computed anew,
+        from snapshots made before.
         """
         self._num_failed += 1
         if self._forward.depth > 1 or self._num_failed > _MAX_FAILED_STEPS:
             raise error
         newest = sorted(step.sequences, key=lambda sequence: sequence.ticket, reverse=True)
         if self._forward.keeps_states:
-            for sequence in newest[1:]:
-                if sequence in self.batcher.running:
-                    self.batcher.preempt(sequence)
+            starts = dict(zip(step.sequences, (piece.start for piece in step.work.pieces), strict=True))
+            for sequence in tuple(self.batcher.running):
+                if sequence is not newest[0]:
+                    self.batcher.recompute(sequence, starts.get(sequence, sequence.num_computed))
             return (self._drop(newest[0], step, error),)
         for count in range(1, min(len(newest), _MAX_DROPPED) + 1):
             rest, logits = step.without(newest[:count]), None

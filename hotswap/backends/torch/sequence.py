@@ -38,6 +38,9 @@ class Sequence:
         has_arrived: Whether a move or a restore holds blocks for it until it runs.
         arrival: What it takes over when it is admitted; `None` if nothing has arrived with states.
         slot: The slot of its recurrent states while it has blocks; requests that run have different ones.
+        stops: The lengths at which a part of its prompt ends, so that its states are saved there; the last
+            is the end of its last full block, from which on they are saved after each block.
+        latest: The key of the snapshot that it made last, beside those of its prompt.
         long_rope: When its RoPE factors for long texts are taken; `None` if factors depend on no length.
         long_root: Its prefix key from then on.
     """
@@ -60,6 +63,8 @@ class Sequence:
     has_arrived: bool = False
     arrival: Arrival | None = None
     slot: int = 0
+    stops: tuple[int, ...] = ()
+    latest: bytes | None = None
     long_rope: LongRope | None = None
     long_root: bytes = b""
 
@@ -80,6 +85,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that are not computed yet; 1 while the request decodes."""
         return len(self.tokens) - self.num_computed
+
+    def up_to_stop(self, num_tokens: int) -> int:
+        """Return how many of its next tokens a step computes that has room for `num_tokens`."""
+        ends = (stop for stop in self.stops if self.num_computed < stop)
+        return min(num_tokens, next(ends, len(self.tokens)) - self.num_computed)
 
     @property
     def rope_length(self) -> int:

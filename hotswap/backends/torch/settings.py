@@ -15,6 +15,7 @@ from hotswap.backends.torch.device import resolve, total_bytes
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import KVBudget
 from hotswap.backends.torch.parallel.nodes import StageNode
+from hotswap.backends.torch.recurrent.snapshots import SnapshotPool
 from hotswap.backends.torch.step_options import GpuSteps, StepOptions
 from hotswap.checks import check_counts, check_kind, check_positive, check_positive_seconds, to_objects
 from hotswap.errors import ConfigError
@@ -44,6 +45,7 @@ class Settings:
     token_budget: int | None
     itl_target_s: float | None
     prefix_reuse: bool
+    snapshot_bytes: int | str | None
     max_requests: int
     memory_bytes: int | str | None
     idle_bytes: int | str
@@ -149,7 +151,14 @@ class Settings:
     def kv(self) -> KVBudget:
         """The limits of the KV cache."""
         size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes, "kv_bytes")
-        return KVBudget(self.kv_tokens, size, self.kv_block_tokens, self.max_requests)
+        return KVBudget(
+            self.kv_tokens, size, self.kv_block_tokens, self.max_requests, self._max_snapshot_bytes
+        )
+
+    @property
+    def _max_snapshot_bytes(self) -> int | None:
+        given = None if self.snapshot_bytes is None else parse_bytes(self.snapshot_bytes, "snapshot_bytes")
+        return given if self.prefix_reuse else 0
 
     @property
     def steps(self) -> StepOptions:
@@ -164,13 +173,15 @@ class Settings:
 
     def make_batcher(self, forward: Forward, blocks: BlockPool) -> Batcher:
         """Return a new batcher for a loaded model, whose blocks these are."""
+        slots = range(self.max_requests, self.max_requests + forward.num_snapshots)
         return Batcher(
             blocks,
             block_tokens=self.kv_block_tokens,
             token_budget=self.max_step_tokens,
             max_requests=self.max_requests,
             num_batches=forward.depth,
-            prefix_reuse=self.prefix_reuse and not forward.keeps_states,
+            prefix_reuse=self.prefix_reuse and (bool(slots) or not forward.keeps_states),
+            snapshots=SnapshotPool(slots) if slots else None,
         )
 
     def make_budget(self) -> TokenBudget | None:

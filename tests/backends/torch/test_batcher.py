@@ -32,20 +32,26 @@ BLOCK = 16
 class Arrivals(RuleBasedStateMachine):
     """Requests with common prefixes come and go while the batcher runs; `BatcherHarness` checks each step."""
 
+    keeps_states = False
+
     @initialize(
         num_blocks=st.integers(6, 14),
         budget=st.integers(4, 24),
         max_requests=st.integers(1, 4),
         reuse=st.booleans(),
         places=st.integers(0, 3),
+        snapshots=st.integers(1, 6),
     )
-    def start(self, num_blocks: int, budget: int, max_requests: int, reuse: bool, places: int) -> None:
+    def start(
+        self, num_blocks: int, budget: int, max_requests: int, reuse: bool, places: int, snapshots: int
+    ) -> None:
         self.bench = BatcherHarness(
             num_blocks=num_blocks,
             block_tokens=4,
             budget=budget,
             max_requests=max_requests,
-            prefix_reuse=reuse,
+            prefix_reuse=reuse or self.keeps_states,
+            snapshots=snapshots if self.keeps_states else 0,
             priority_places=places,
         )
         self.requests: list[Sequence] = []

@@ -70,7 +70,7 @@ def blocks_given_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
-    allocate_prompt, release_all = batcher.Batcher._allocate_prompt, batcher.Batcher._release
+    allocate_all, release_all = batcher.Batcher._allocate_all, batcher.Batcher._release
 
     def release(self: Any, sequence: Any) -> None:
         num_computed = sequence.num_computed
@@ -79,12 +79,12 @@ def blocks_kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
 
     def allocate(self: Any, sequence: Any) -> bool:
         num_computed = sequence.num_computed
-        allocated = allocate_prompt(self, sequence)
+        allocated = allocate_all(self, sequence)
         sequence.num_computed = max(num_computed, sequence.num_computed)
         return allocated
 
     patch.setattr(batcher.Batcher, "_release", release)
-    patch.setattr(batcher.Batcher, "_allocate_prompt", allocate)
+    patch.setattr(batcher.Batcher, "_allocate_all", allocate)
 
 
 def last_token_lost_on_resuming(patch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.linear import linear_layers
 from hotswap.backends.torch.own_attention import replace_attention, set_implementation
 from hotswap.backends.torch.packed_cache import PackedCache
-from hotswap.backends.torch.recurrent import StatePool
+from hotswap.backends.torch.recurrent import SnapshotPool, StatePool
 from hotswap.backends.torch.recurrent.mixers import attach
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.backends.torch.sequence import Sequence
@@ -79,19 +79,28 @@ def test_logits_are_those_of_a_lone_run_to_the_bit(architecture: str, dtype: tor
 def test_logits_of_models_with_recurrent_states_are_those_of_a_lone_run(
     architecture: str, dtype: torch.dtype, num_threads: int, threads: Callable[[int], None]
 ) -> None:
-    """A request that is preempted begins anew, in another slot; slots are used again."""
+    """A request that is preempted goes on from a snapshot, in another slot; slots are used again."""
     threads(num_threads)
     random = Random(6)
     model = _paged(make_hybrid(architecture, dtype=dtype))
     assert attach(model)
     linear_layers(model)
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(n)] for n in (1, 3, 20, 70, 130, 200, 9, 31)]
+    for prompt in prompts[:5]:  # common prefixes
+        shared = random.randrange(len(prompt))
+        prompt[:shared] = prompts[5][:shared]
     lone: Logits = {}
     for ticket, prompt in enumerate(prompts):
         lone |= _run(model, {ticket: prompt}, budget=2048, random=Random(0), p_preempt=0.0, keeps_states=True)
     for budget in (24, 150):
         mixed = _run(
-            model, dict(enumerate(prompts)), budget=budget, random=random, p_preempt=0.1, keeps_states=True
+            model,
+            dict(enumerate(prompts)),
+            budget=budget,
+            random=random,
+            p_preempt=0.1,
+            reuse=True,
+            keeps_states=True,
         )
         differing = [key for key, logits in lone.items() if not torch.equal(logits, mixed[key])]
         assert differing == [], f"of {len(lone)}, with a budget of {budget}"
@@ -213,7 +222,12 @@ def _run(
     blocks = BlockPool(num_blocks)
     cache = KVCache(num_blocks, BLOCK_TOKENS, CPU)
     batcher = Batcher(
-        blocks, block_tokens=BLOCK_TOKENS, token_budget=budget, max_requests=6, prefix_reuse=reuse
+        blocks,
+        block_tokens=BLOCK_TOKENS,
+        token_budget=budget,
+        max_requests=6,
+        prefix_reuse=reuse,
+        snapshots=SnapshotPool(range(6, 10)) if keeps_states and reuse else None,
     )
     waiting = [
         Sequence(ticket, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
@@ -224,7 +238,7 @@ def _run(
         cache,
         invariant=invariant,
         linear_only=linear_only(model),
-        states=StatePool(6, CPU) if keeps_states else None,
+        states=StatePool(10, CPU) if keeps_states else None,
     )
     seen: Logits = {}
     while waiting or batcher.running or batcher.waiting:
@@ -241,7 +255,8 @@ def _run(
 
 def _step(forward: LocalForward, batcher: Batcher, seen: Logits) -> None:
     plan = batcher.schedule()
-    forward.submit(Work(tuple(chunk.piece() for chunk in plan.chunks), plan.fresh, plan.copies))
+    pieces = tuple(chunk.piece() for chunk in plan.chunks)
+    forward.submit(Work(pieces, plan.fresh, plan.copies, plan.restored, plan.saved))
     logits = forward.result()
     sampling = [chunk.sequence for chunk in plan.chunks if chunk.is_last]
     batcher.advance(plan.chunks)

@@ -79,8 +79,6 @@ async def compare(architecture: str, *, skeletons: SkeletonCache = SKELETONS, de
     }
     async with serving(model, device=device, **options) as engine:
         await run_until_preempted(engine, make_client_plans(random, "m", prompts, samplings), expected)
-        # Keys and values of a prefix are of no use without the states after it.
-        assert engine.num_reused_tokens == 0
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)

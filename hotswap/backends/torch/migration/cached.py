@@ -67,13 +67,15 @@ async def list_cached(
 ) -> list[CachedKV]:
     """Return the longest prefixes that are cached and that no request uses to their ends.
 
-    Those of requests that ended last come first.
+    Those of requests that ended last come first. None of a model with recurrent states.
 
     Args:
         context: The engine's migration context.
         model: The model that serves.
         roots: The root keys of it, alone and with each loaded adapter.
     """
+    if context.states is not None:
+        return []
     chains: list[tuple[bytes, list[Content]]] = []
     await context.between_steps(partial(_collect, chains))
     return [

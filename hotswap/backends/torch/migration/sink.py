@@ -165,7 +165,9 @@ class TorchKVSink(KVSink):
 
     def _find(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         tokens, pool = self._request.tokens, runner.batcher.blocks
-        found = find_prefix(pool, self._keys_of(tokens), self._root, tokens, self.layout.block_tokens).blocks
+        keys, found = self._keys_of(tokens), tuple[int, ...]()
+        if not self.layout.state_bytes:  # otherwise all blocks arrive, with the states after them
+            found = find_prefix(pool, keys, self._root, tokens, self.layout.block_tokens).blocks
         pool.acquire(found)
         self._present = list(found)
         self.num_present_blocks = self._num_published = len(found)

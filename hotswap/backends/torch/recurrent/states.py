@@ -1,4 +1,4 @@
-"""The tensors of recurrent states: one slot for each running request."""
+"""The tensors of recurrent states: one slot for each running request and each snapshot."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hotswap.backends.torch.buffers import host_bytes
+from hotswap.backends.torch.recurrent.snapshots import StateCopy
 from hotswap.kernels.recurrent import DTYPES, Spans, compile_for
 
 __all__ = ["Group", "Span", "StatePool", "StateShape", "StepStates"]
@@ -33,7 +34,7 @@ class StatePool:
     """The states of all layers: `[num_slots, ...]` each.
 
     Args:
-        num_slots: The number of requests that have a state at once.
+        num_slots: The number of requests that have a state at once, and of snapshots.
         device: The device of the tensors.
         layers: The states of each layer. Without them each is allocated when it is first taken.
     """
@@ -88,6 +89,12 @@ class StatePool:
             (layer, tuple(state.shape[1:]), str(state.dtype).removeprefix("torch."))
             for (layer, _), state in sorted(self._states.items())
         )
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Copy states between slots on the device, in order."""
+        for state in self._states.values():
+            for copy in copies:
+                state[copy.target].copy_(state[copy.source])
 
     def save(self, slot: int, out: Tensor) -> None:
         """Copy the states in a slot to host memory: `out` is uint8, `slot_bytes` long.

@@ -13,6 +13,7 @@ from hotswap.backends.torch import buffers, device_attention, gathered, sampling
 from hotswap.backends.torch.batch import Batch
 from hotswap.backends.torch.buffers import FlatBuffers
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.recurrent import StatePool
 from hotswap.kernels.kv_blocks import gather
 from hotswap.kernels.kv_blocks import launch as kv_launch
 from tests.backends.torch.fake_cuda.driver import Stream
@@ -63,6 +64,11 @@ def _save_without_wait(cache: Any, blocks: Any, out: Tensor) -> None:
     out.copy_(staging, non_blocking=True)
 
 
+def _copy_and_read(states: Any, copies: Any) -> None:
+    for copy in copies:
+        assert all(int(state[copy.source].sum()) >= 0 for state in states.tensors)
+
+
 def _release_nothing(buffers: Any, buffer: Tensor) -> None:
     vars(buffers).setdefault("forgotten", []).append(buffer)
 
@@ -90,5 +96,6 @@ _FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a chunk is reused before its copy has ended": (buffers, "_copy", _copy_without_wait),
     "a copy does not wait for steps under way": (Stream, "wait_stream", lambda *_: None),
     "KV blocks leave before their copy has ended": (KVCache, "save_staged", _save_without_wait),
+    "snapshots of states are read": (StatePool, "copy", _copy_and_read),
     "an unload keeps the weights": (FlatBuffers, "release", _release_nothing),
 }

@@ -206,6 +206,7 @@ async def live(store: StagingStore) -> None:
         await a.unload()
         await a.load(two, store)
         await _serve(a, _request(two, 0, Sampling(max_tokens=2)))
+        assert await _serve(a, _request(two, 0, Sampling(max_tokens=2))) >= 32, "a full block is reused"
         await a.unload()
         await b.unload()
         assert a.status().weight_bytes == b.status().weight_bytes == 0
@@ -216,9 +217,11 @@ def _request(model: ModelCard, number: int, chosen: Sampling) -> Request:
     return Request(id=RequestId(f"r{number}"), model=model.id, prompt=prompt, sampling=chosen)
 
 
-async def _serve(on: TorchEngine, request: Request) -> None:
+async def _serve(on: TorchEngine, request: Request) -> int:
+    """Read all tokens of a request; return how many of its prompt were reused."""
     async with on.stream(request) as stream:
         assert len([token async for token in stream]) == request.remaining_tokens
+        return stream.num_reused_tokens
 
 
 async def _move(a: TorchEngine, b: TorchEngine, request: Request) -> None:
