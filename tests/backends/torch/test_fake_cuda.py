@@ -62,7 +62,7 @@ def walks(guard: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("walk", LIVES)
 def test_models_are_loaded_serve_move_and_are_swapped_on_the_device(walks: dict[str, Any], walk: str) -> None:
-    """Load, preload beside steps, sampling with one read a step, moves, reused prefixes, swaps and unloads."""
+    """Load, preload beside steps, sampling with one read a step, moves, reuse, swaps and unloads."""
     assert not walks[walk]["error"]
     # Two loads try the kernel both ways, then full blocks move, and the rest.
     assert walks[walk]["launches"]["move_kernel"] >= 4 + 4

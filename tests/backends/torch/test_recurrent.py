@@ -22,7 +22,7 @@ from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.recurrent import StatePool
 from hotswap.backends.torch.recurrent.mixers import attach
-from hotswap.errors import InstanceError, OutOfMemory, UnsupportedModel
+from hotswap.errors import InstanceError, MigrationAborted, OutOfMemory, UnsupportedModel
 from tests.backends.torch.adapters.files import merged, write
 from tests.backends.torch.clients import make_client_plans, run_until_preempted
 from tests.backends.torch.dict_store import DictStore
@@ -200,10 +200,25 @@ async def test_weights_that_stay_quantized_give_the_tokens_of_dequantized_ones(
 # ----------------------------------------------------------------------------------------------- moves
 
 
-async def test_what_ended_requests_leave_is_not_listed() -> None:
-    """Their keys and values alone would continue them wrongly."""
+async def test_what_ended_requests_leave_is_listed_up_to_their_last_snapshot() -> None:
+    """Keys and values alone would continue them wrongly."""
+    prompt = list(range(2, 90))
     async with serving(make_hybrid("qwen3_5")) as engine:
-        await tokens_of(engine, ask(list(range(2, 90)), max_tokens=20))
+        generated = await tokens_of(engine, ask(prompt, max_tokens=20))
+        await tokens_of(engine, ask([*prompt[:40], *[5] * 4], max_tokens=2))
+        listed = {cached.tokens: cached for cached in await engine.cached_kv()}
+        whole = (*prompt, *generated)[:96]
+        assert set(listed) == {whole}, "the other has no block of its own"
+        layout = listed[whole].layout
+        with_states = await listed[whole].read(4, 32)
+        assert len(with_states.data) == 2 * layout.block_bytes + layout.state_bytes
+        without = await listed[whole].read(0, 64)
+        assert len(without.data) == 4 * layout.block_bytes
+        snapshots = engine._models.migration_context().runner.batcher.snapshots
+        assert snapshots is not None
+        snapshots.drop(list(snapshots._slots))
+        with pytest.raises(MigrationAborted, match="states"):
+            await listed[whole].read(0, 96)
         assert await engine.cached_kv() == []
 
 

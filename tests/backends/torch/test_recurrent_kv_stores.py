@@ -29,7 +29,7 @@ from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 from tests.runtime.support import Idle, until
 
 SKELETONS = SkeletonCache()
-NUM_TOKENS = 160
+NUM_TOKENS, BLOCK = 160, 16
 GREEDY = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 KV_STORES: dict[str, Callable[[Path], KVStore]] = {
@@ -157,6 +157,38 @@ async def test_wrong_states_would_be_seen(
     assert await swap_away_and_back(model, HostKVStore("16 MiB"), clients) > 0
     assert sum(one.num_restored for one in clients) > 0
     assert [one.tokens for one in clients] != [generate(model, one.prompt, NUM_TOKENS) for one in clients]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "mamba2"])
+async def test_chats_find_their_history_after_their_model_was_away(architecture: str) -> None:
+    """Nothing of them runs while it is swapped away and back, between all their turns."""
+    model, store = make_hybrid(architecture), DictStore()
+    store.add("a", model)
+    store.add("b", make_model("llama"))
+    engine = TorchEngine(
+        "e0", kv_tokens=2048, kv_block_tokens=BLOCK, threads=1, packed_bytes=0, skeletons=SKELETONS
+    )
+    chats = [list(prompt) for prompt in prompts_of(4, 20, 70)]
+    async with Fleet(
+        engines=[engine],
+        store=store,
+        models=[Model("a"), Model("b")],
+        router=LeastLoadedRouter(),
+        scheduler=Idle(),
+        kv_store=HostKVStore("16 MiB"),
+    ) as fleet:
+        for turn in range(3):
+            await fleet.swap("e0", to="a")
+            for chat in chats:
+                had = len(chat) - 1
+                chat += [7, 8, 9] if turn else []
+                async with fleet.stream("a", chat, Sampling(max_tokens=30, ignore_eos=True)) as tokens:
+                    answer = [token.id async for token in tokens]
+                    restored = sum(hop.restored_tokens for hop in tokens.hops)
+                assert answer == generate(model, chat, 30)
+                assert restored == (had // BLOCK * BLOCK if turn else 0)
+                chat += answer
+            await fleet.swap("e0", to="b")
 
 
 async def test_blocks_that_were_saved_ahead_are_not_used_without_states() -> None:

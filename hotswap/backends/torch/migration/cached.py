@@ -24,6 +24,8 @@ __all__ = ["list_cached"]
 class TorchCachedKV(CachedKV):
     """One chain of cached blocks, which is looked up anew for each piece that is copied.
 
+    Of a model with recurrent states it ends where a snapshot of them is.
+
     Args:
         context: The engine's migration context.
         layout: The layout of the blocks.
@@ -39,6 +41,8 @@ class TorchCachedKV(CachedKV):
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
         num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
         size_bytes = num_blocks * self.layout.block_bytes
+        if first_block + num_blocks == len(self._keys):
+            size_bytes += self.layout.state_bytes
         if len(self._buffer) < size_bytes:
             self._buffer = self._context.host_memory(size_bytes)
         out = self._buffer[:size_bytes]
@@ -60,6 +64,15 @@ class TorchCachedKV(CachedKV):
                 raise aborted("copy", "the prefix is no longer cached")
             self._context.cache.save(blocks, out[at * size : (at + len(blocks)) * size])
             yield
+        if len(out) > len(keys) * size:
+            self._copy_states(keys[-1], out[len(keys) * size :], runner)
+
+    def _copy_states(self, key: bytes, out: Tensor, runner: Runner) -> None:
+        states, snapshots = self._context.states, runner.batcher.snapshots
+        slot = None if snapshots is None else snapshots.find(key)
+        if states is None or slot is None:
+            raise aborted("copy", "the states after the prefix are no longer there")
+        states.save(slot, out)
 
 
 async def list_cached(
@@ -67,15 +80,13 @@ async def list_cached(
 ) -> list[CachedKV]:
     """Return the longest prefixes that are cached and that no request uses to their ends.
 
-    Those of requests that ended last come first. None of a model with recurrent states.
+    Those of requests that ended last come first; those of a model with recurrent states up to a snapshot.
 
     Args:
         context: The engine's migration context.
         model: The model that serves.
         roots: The root keys of it, alone and with each loaded adapter.
     """
-    if context.states is not None:
-        return []
     chains: list[tuple[bytes, list[Content]]] = []
     await context.between_steps(partial(_collect, chains))
     return [
@@ -88,9 +99,14 @@ async def list_cached(
 def _collect(
     chains: list[tuple[bytes, list[Content]]], runner: Runner, sequences: Mapping[int, Sequence]
 ) -> Pieces:
-    pool = runner.batcher.blocks
+    pool, snapshots, seen = runner.batcher.blocks, runner.batcher.snapshots, set[bytes]()
     for content in pool.cached_ends():
-        chains.append(_chain(pool, content))
+        root, contents = _chain(pool, content)
+        if snapshots is not None:
+            contents = contents[: snapshots.longest([one.key for one in contents])]
+        if contents and contents[-1].key not in seen:
+            seen.add(contents[-1].key)
+            chains.append((root, contents))
         yield
 
 

@@ -49,6 +49,10 @@ class SnapshotPool:
         lengths = range(len(keys), 0, -1)
         return next((length for length in lengths if keys[length - 1] in self._slots), 0)
 
+    def find(self, key: bytes) -> int | None:
+        """Return the slot of a snapshot; `None` if it is not there."""
+        return self._slots.get(key)
+
     def use(self, key: bytes) -> int:
         """Return the slot of a snapshot that is there, from which the next step copies."""
         self._slots.move_to_end(key)
