@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from hotswap.checks import check_callables, check_counts, check_strings
 from hotswap.errors import ConfigError, OutOfMemory
@@ -49,8 +50,7 @@ class DeviceBudget:
         self._size_bytes = parse_bytes(size_bytes, "size_bytes")
         if not self._size_bytes:
             raise ConfigError("size_bytes is 0; give the bytes that the engines share.")
-        self._lock = threading.Lock()
-        self._leases: dict[str, DeviceLease] = {}
+        self._accounts = _Accounts(self._size_bytes)
 
     @property
     def name(self) -> str:
@@ -65,20 +65,20 @@ class DeviceBudget:
     @property
     def held_bytes(self) -> int:
         """What all leases hold."""
-        with self._lock:
-            return sum(lease._held for lease in self._leases.values())
+        with self._accounts.lock:
+            return self._accounts.held
 
     @property
     def free_bytes(self) -> int:
         """What any lease could take: neither held, nor part of a floor."""
-        with self._lock:
-            return self._free()
+        with self._accounts.lock:
+            return self._accounts.free
 
     @property
     def leases(self) -> tuple[DeviceLease, ...]:
         """The open leases, oldest first."""
-        with self._lock:
-            return tuple(self._leases.values())
+        with self._accounts.lock:
+            return tuple(self._accounts.leases.values())
 
     def lease(
         self,
@@ -115,72 +115,17 @@ class DeviceBudget:
         ceiling = self._size_bytes
         if ceiling_bytes is not None:
             ceiling = min(ceiling, parse_bytes(ceiling_bytes, "ceiling_bytes"))
-        with self._lock:
-            self._check(holder, floor, ceiling)
-            lease = DeviceLease(self, holder, floor, ceiling, on_wanted, on_free)
-            self._leases[holder] = lease
+        account = _Account(holder, floor, ceiling, on_wanted, on_free)
+        with self._accounts.lock:
+            self._accounts.open(account)
+            lease = self._accounts.leases[holder] = DeviceLease(self, self._accounts, account)
         return lease
 
-    def _check(self, holder: str, floor: int, ceiling: int) -> None:
-        if holder in self._leases:
-            raise ConfigError(f"{holder!r} has a lease of this budget; give each holder a name of its own.")
-        if floor > self._size_bytes or floor > ceiling:
-            raise ConfigError(
-                f"The floor of {holder!r} is {_size(floor)}, and it may hold at most {_size(ceiling)}; lower "
-                "floor_bytes."
-            )
-        floors = sum(lease._floor for lease in self._leases.values())
-        if floors + floor > self._size_bytes:
-            raise ConfigError(
-                f"A floor of {_size(floor)} for {holder!r} exceeds the budget, which has "
-                f"{_size(self._size_bytes)}, and the floors of {self._names()} take {_size(floors)}; lower a "
-                "floor, or make the budget larger."
-            )
-        if floor > self._free():
-            raise OutOfMemory(
-                f"The budget has {_size(self._free())} free, and the floor of {holder!r} is {_size(floor)}; "
-                f"{self._names()} must give memory back first. Try again later."
-            )
-
-    # ------------------------------------------------------------------ for leases, under the lock
-
-    def _free(self) -> int:
-        return self._size_bytes - sum(max(lease._held, lease._floor) for lease in self._leases.values())
-
-    def _names(self) -> str:
-        return ", ".join(map(repr, self._leases)) or "no holder"
-
-    def _owed(self, lease: DeviceLease) -> int:
-        """What the other holders lack beyond what is free, at most what this one has above its floor."""
-        spare = lease._held - lease._floor
-        if spare <= 0:
-            return 0
-        lacking = self._lacking(lease)
-        return min(spare, max(0, lacking - self._free())) if lacking else 0
-
-    def _lacking(self, lease: DeviceLease) -> int:
-        return sum(other._lacking for other in self._leases.values() if other is not lease)
-
-    def _asked(self, wanter: DeviceLease) -> list[Callable[[], object]]:
-        """The callbacks of holders that can give something to one that lacks memory."""
-        others = (other for other in self._leases.values() if other is not wanter)
-        return [other._on_wanted for other in others if other._on_wanted is not None and self._owed(other)]
-
-    def _waiting(self, giver: DeviceLease) -> list[Callable[[], object]]:
-        """The callbacks of other holders that want memory."""
-        others = (other for other in self._leases.values() if other is not giver)
-        return [other._on_free for other in others if other._on_free is not None and other._wanted]
-
     def __repr__(self) -> str:
-        with self._lock:
-            parts = "; ".join(map(str, self._descriptions())) or "no leases"
-            held = sum(lease._held for lease in self._leases.values())
+        with self._accounts.lock:
+            parts = "; ".join(map(str, self._accounts.by_holder.values())) or "no leases"
+            held = self._accounts.held
         return f"<DeviceBudget [{_size(held)} of {_size(self._size_bytes)} held | {parts}]>"
-
-    def _descriptions(self) -> Iterator[str]:
-        for lease in self._leases.values():
-            wants = f", wants {_size(lease._wanted)}" if lease._wanted else ""
-            yield f"{lease.holder}: {_size(lease._held)}, floor {_size(lease._floor)}{wants}"
 
 
 class DeviceLease:
@@ -190,20 +135,9 @@ class DeviceLease:
         holder: The name of the holder.
     """
 
-    def __init__(
-        self,
-        budget: DeviceBudget,
-        holder: str,
-        floor_bytes: int,
-        ceiling_bytes: int,
-        on_wanted: Callable[[], object] | None,
-        on_free: Callable[[], object] | None,
-    ) -> None:
-        self.holder = holder
-        self._budget, self._floor, self._ceiling = budget, floor_bytes, ceiling_bytes
-        self._on_wanted, self._on_free = on_wanted, on_free
-        self._held = self._wanted = 0
-        self._closed = False
+    def __init__(self, budget: DeviceBudget, accounts: _Accounts, account: _Account) -> None:
+        self.holder = account.holder
+        self._budget, self._accounts, self._account = budget, accounts, account
 
     @property
     def budget(self) -> DeviceBudget:
@@ -213,28 +147,28 @@ class DeviceLease:
     @property
     def floor_bytes(self) -> int:
         """What the holder can always take."""
-        return self._floor
+        return self._account.floor
 
     @property
     def ceiling_bytes(self) -> int:
         """What the holder can hold at most."""
-        return self._ceiling
+        return self._account.ceiling
 
     @property
     def held_bytes(self) -> int:
         """What the holder has taken and not given back."""
-        return self._held
+        return self._account.held
 
     @property
     def wanted_bytes(self) -> int:
         """What the holder lacks: of the last `take` that the budget could not fulfil, or of `want`."""
-        return self._wanted
+        return self._account.wanted
 
     @property
     def available_bytes(self) -> int:
         """What the holder could take now; another thread may take it first, save what the floor covers."""
-        with self._budget._lock:
-            return self._available()
+        with self._accounts.lock:
+            return self._accounts.available(self._account)
 
     @property
     def owed_bytes(self) -> int:
@@ -242,14 +176,14 @@ class DeviceLease:
 
         Giving it is a request: memory that is in use stays.
         """
-        with self._budget._lock:
-            return self._budget._owed(self)
+        with self._accounts.lock:
+            return self._accounts.owed(self._account)
 
     @property
     def others_lack_bytes(self) -> int:
         """What other holders want and their floors do not cover, whether this one could give it or not."""
-        with self._budget._lock:
-            return self._budget._lacking(self)
+        with self._accounts.lock:
+            return self._accounts.others_lack(self._account)
 
     def take(self, size_bytes: int) -> bool:
         """Take bytes, all or nothing; return whether they were taken.
@@ -263,15 +197,17 @@ class DeviceLease:
             ConfigError: the size is negative or no whole number.
         """
         check_counts(ConfigError, 0, size_bytes=size_bytes)
-        with self._budget._lock:
-            if self._try(size_bytes):
+        accounts, account = self._accounts, self._account
+        with accounts.lock:
+            if accounts.take(account, size_bytes):
                 return True
-            asked = self._note(0 if self._held + size_bytes > self._ceiling else size_bytes)
+            exceeds = account.held + size_bytes > account.ceiling
+            asked = accounts.note(account, 0 if exceeds else size_bytes)
         if not asked:
             return False
         _call(asked)
-        with self._budget._lock:
-            return self._try(size_bytes)
+        with accounts.lock:
+            return accounts.take(account, size_bytes)
 
     def give(self, size_bytes: int) -> None:
         """Give back bytes, whose memory is free already; holders that want some are told by `on_free`.
@@ -280,14 +216,14 @@ class DeviceLease:
             ConfigError: the holder has fewer bytes, or the size is no whole number from 0 on.
         """
         check_counts(ConfigError, 0, size_bytes=size_bytes)
-        with self._budget._lock:
-            if size_bytes > self._held:
+        with self._accounts.lock:
+            if size_bytes > self._account.held:
                 raise ConfigError(
                     f"{self.holder!r} gives back {size_bytes} bytes of a device budget and has taken "
-                    f"{self._held}; give back what was taken, once."
+                    f"{self._account.held}; give back what was taken, once."
                 )
-            self._held -= size_bytes
-            waiting = self._budget._waiting(self) if size_bytes else []
+            self._account.held -= size_bytes
+            waiting = self._accounts.waiting(self._account) if size_bytes else []
         _call(waiting)
 
     def want(self, size_bytes: int) -> None:
@@ -299,50 +235,132 @@ class DeviceLease:
             ConfigError: the size is negative or no whole number.
         """
         check_counts(ConfigError, 0, size_bytes=size_bytes)
-        with self._budget._lock:
-            asked = self._note(min(size_bytes, self._ceiling - self._held))
+        account = self._account
+        with self._accounts.lock:
+            asked = self._accounts.note(account, min(size_bytes, account.ceiling - account.held))
         _call(asked)
 
     def close(self) -> None:
         """End the lease: give back all that it holds, and its floor. A second call does nothing."""
-        with self._budget._lock:
-            if self._closed:
-                return
-            del self._budget._leases[self.holder]
-            self._closed = True
-            self._held = self._wanted = self._floor = self._ceiling = 0
-            waiting = self._budget._waiting(self)
+        with self._accounts.lock:
+            waiting = self._accounts.close(self._account)
         _call(waiting)
 
-    # ------------------------------------------------------------------ under the lock
+    def __repr__(self) -> str:
+        account = self._account
+        wants = f", wants {_size(account.wanted)}" if account.wanted else ""
+        floor, ceiling = _size(account.floor), _size(account.ceiling)
+        held = _size(account.held)
+        return f"<DeviceLease {self.holder} [{held} held, floor {floor}, ceiling {ceiling}{wants}]>"
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What a holder has; the accounts' lock guards it."""
+
+    holder: str
+    floor: int
+    ceiling: int
+    on_wanted: Callable[[], object] | None
+    on_free: Callable[[], object] | None
+    held: int = 0
+    wanted: int = 0
 
     @property
-    def _lacking(self) -> int:
+    def reserved(self) -> int:
+        """What no other holder can take."""
+        return max(self.held, self.floor)
+
+    @property
+    def lacking(self) -> int:
         """The wanted bytes that the floor does not cover."""
-        return max(self._held + self._wanted, self._floor) - max(self._held, self._floor)
+        return max(self.held + self.wanted, self.floor) - self.reserved
 
-    def _note(self, wanted: int) -> list[Callable[[], object]]:
-        """Note what is wanted; return the callbacks of others that are to be asked for it."""
-        rises, self._wanted = wanted > self._wanted, wanted
-        return self._budget._asked(self) if rises and self._lacking else []
+    def __str__(self) -> str:
+        wants = f", wants {_size(self.wanted)}" if self.wanted else ""
+        return f"{self.holder}: {_size(self.held)}, floor {_size(self.floor)}{wants}"
 
-    def _available(self) -> int:
-        reserved = max(self._held, self._floor) - self._held
-        return min(self._ceiling - self._held, reserved + self._budget._free())
 
-    def _try(self, size_bytes: int) -> bool:
-        if size_bytes > self._available():
+class _Accounts:
+    """The accounts of all holders of one budget. Callers hold `lock`, and make the callbacks without it."""
+
+    def __init__(self, size: int) -> None:
+        self.lock = threading.Lock()
+        self.size = size
+        self.by_holder: dict[str, _Account] = {}
+        self.leases: dict[str, DeviceLease] = {}
+
+    @property
+    def held(self) -> int:
+        return sum(account.held for account in self.by_holder.values())
+
+    @property
+    def free(self) -> int:
+        return self.size - sum(account.reserved for account in self.by_holder.values())
+
+    def open(self, account: _Account) -> None:
+        """Add an account, or raise the error of `DeviceBudget.lease`."""
+        holder, floor = account.holder, account.floor
+        names = ", ".join(map(repr, self.by_holder)) or "no holder"
+        if holder in self.by_holder:
+            raise ConfigError(f"{holder!r} has a lease of this budget; give each holder a name of its own.")
+        if floor > account.ceiling:
+            raise ConfigError(
+                f"The floor of {holder!r} is {_size(floor)}, and it may hold at most "
+                f"{_size(account.ceiling)}; lower floor_bytes."
+            )
+        floors = sum(other.floor for other in self.by_holder.values())
+        if floors + floor > self.size:
+            raise ConfigError(
+                f"A floor of {_size(floor)} for {holder!r} exceeds the budget, which has {_size(self.size)}, "
+                f"and the floors of {names} take {_size(floors)}; lower a floor, or make the budget larger."
+            )
+        if floor > self.free:
+            raise OutOfMemory(
+                f"The budget has {_size(self.free)} free, and the floor of {holder!r} is {_size(floor)}; "
+                f"{names} must give memory back first. Try again later."
+            )
+        self.by_holder[holder] = account
+
+    def close(self, account: _Account) -> list[Callable[[], object]]:
+        """Remove an account, unless that was done; return the callbacks of those that want memory."""
+        if self.by_holder.get(account.holder) is not account:
+            return []
+        del self.by_holder[account.holder], self.leases[account.holder]
+        account.held = account.wanted = account.floor = account.ceiling = 0
+        return self.waiting(account)
+
+    def available(self, account: _Account) -> int:
+        return min(account.ceiling - account.held, account.reserved - account.held + self.free)
+
+    def take(self, account: _Account, size: int) -> bool:
+        if size > self.available(account):
             return False
-        self._held += size_bytes
-        self._wanted = 0
+        account.held += size
+        account.wanted = 0
         return True
 
-    def __repr__(self) -> str:
-        wants = f", wants {_size(self._wanted)}" if self._wanted else ""
-        floor, ceiling = _size(self._floor), _size(self._ceiling)
-        return (
-            f"<DeviceLease {self.holder} [{_size(self._held)} held, floor {floor}, ceiling {ceiling}{wants}]>"
-        )
+    def note(self, account: _Account, wanted: int) -> list[Callable[[], object]]:
+        """Note what is wanted; return the callbacks of others that are to be asked for it."""
+        rises, account.wanted = wanted > account.wanted, wanted
+        if not (rises and account.lacking):
+            return []
+        others = (other for other in self.by_holder.values() if other is not account)
+        return [other.on_wanted for other in others if other.on_wanted is not None and self.owed(other)]
+
+    def waiting(self, giver: _Account) -> list[Callable[[], object]]:
+        """The callbacks of other holders that want memory."""
+        others = (other for other in self.by_holder.values() if other is not giver)
+        return [other.on_free for other in others if other.on_free is not None and other.wanted]
+
+    def others_lack(self, account: _Account) -> int:
+        return sum(other.lacking for other in self.by_holder.values() if other is not account)
+
+    def owed(self, account: _Account) -> int:
+        """What the other holders lack beyond what is free, at most what this one has above its floor."""
+        spare = account.held - account.floor
+        lacking = self.others_lack(account) if spare > 0 else 0
+        return min(spare, max(0, lacking - self.free)) if lacking else 0
 
 
 def _call(callbacks: list[Callable[[], object]]) -> None:
