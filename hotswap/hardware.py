@@ -47,7 +47,8 @@ class DeviceProfile:
     an attention call for each prefill chunk; adding the keys of a request that `joined`, whose first decode
     this is, to those of the batch; and closing the gap of one that has `left` since the last decode. An
     adapter is loaded in `adapter_s`. KV blocks of moving requests are copied at `kv_bytes_per_s`; the
-    downtime of a move is its last copy plus `handover_s`, for the messages of both ends.
+    downtime of a move is its last copy plus `handover_s`, for the messages of both ends. Each resize of a KV
+    pool makes the next step longer by `kv_resize_s`.
     """
 
     name: str = "laptop"
@@ -69,6 +70,7 @@ class DeviceProfile:
     adapter_s: float = 0.015
     kv_bytes_per_s: float = 5e9
     handover_s: float = 0.0
+    kv_resize_s: float = 0.0
 
     def step_s(
         self,

@@ -76,6 +76,10 @@ class EngineStatus:
         preempted: Requests that wait again after they had run, as far as the engine knows.
         kv_block_tokens: Tokens of a KV block.
         request_kv_blocks: Blocks that one request can have at most; 0 if it can have all.
+        least_kv_blocks: The least that its pool can shrink to; 0 if the pool keeps its size.
+        most_kv_blocks: The most that its pool can grow to; 0 if the pool keeps its size.
+        kv_block_bytes: Bytes of a KV block, where the pool can be resized; 0 if it cannot.
+        device_budget: The name of the budget whose memory it shares with other engines; "" if it shares none.
         memory_bytes: What weights and KV blocks may take together; 0 if the engine does not know.
         weight_bytes: What weights take now, preloaded ones included.
         adapters: The adapters that it holds, by `Adapter.version`.
@@ -100,6 +104,10 @@ class EngineStatus:
     preempted: tuple[RequestId, ...] = ()
     kv_block_tokens: int = 16
     request_kv_blocks: int = 0
+    least_kv_blocks: int = 0
+    most_kv_blocks: int = 0
+    kv_block_bytes: int = 0
+    device_budget: str = ""
     memory_bytes: int = 0
     weight_bytes: int = 0
     adapters: tuple[AdapterId, ...] = ()

@@ -123,9 +123,5 @@ class Drain:
         active.interrupt()
 
     def _finished_here(self, active: ActiveRequest) -> bool:
-        was_interrupted = active.request.id in self._interrupted
-        return (
-            active.finish_reason is not None
-            and not was_interrupted
-            and (active.hops[-1].instance == self._instance.id)
-        )
+        finished = active.finish_reason is not None and active.request.id not in self._interrupted
+        return finished and active.hops[-1].instance == self._instance.id

@@ -9,6 +9,7 @@ from typing import TypeVar
 from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.load import Reporting
+from hotswap.device_budget import DeviceBudget
 from hotswap.errors import ConfigError
 from hotswap.profiling.profiles import PROFILES, Profile
 from hotswap.store import WeightStore
@@ -47,6 +48,8 @@ class Cluster:
         min_replicas: The least number of replicas of every model.
         max_context_tokens: The longest request.
         losses: When which engine is lost: pairs of seconds and its id. A fleet brings it back.
+        engines_per_device: So many engines share the memory of as many and lend each other KV blocks.
+        kv_floor: The share of its own KV blocks that an engine lends to none, where engines share memory.
     """
 
     num_engines: int = 4
@@ -65,6 +68,8 @@ class Cluster:
     min_replicas: int = 0
     max_context_tokens: int = 131_072
     losses: tuple[tuple[float, str], ...] = field(default=())
+    engines_per_device: int = 1
+    kv_floor: float = 0.25
 
     def __post_init__(self) -> None:
         if self.num_engines < 1:
@@ -80,6 +85,9 @@ class Cluster:
             raise ConfigError(f"batching is {self.batching!r}; give 'mixed' or 'prefill_first'.")
         if self.reporting not in ("live", "by_step"):
             raise ConfigError(f"reporting is {self.reporting!r}; give 'live' or 'by_step'.")
+        if self.engines_per_device < 1 or not 0 < self.kv_floor <= 1:
+            told = f"{self.engines_per_device!r} and kv_floor is {self.kv_floor!r}"
+            raise ConfigError(f"engines_per_device is {told}; give 1 or more, and a share over 0, at most 1.")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark!r}; give a share of all blocks, 0 to below 1.")
         if unknown := sorted({engine for _, engine in self.losses} - engines):
@@ -94,12 +102,20 @@ class Cluster:
 
     def engines(self, kind: type[_E]) -> list[_E]:
         """Return new engines."""
-        profile = self.measured
+        profile, sharing = self.measured, self.engines_per_device
+        block_bytes = 16 * profile.kv_bytes_per_token
+        floor = max(1, int(self.kv_floor * profile.kv_blocks))
+        budgets = [
+            DeviceBudget(
+                sharing * (profile.weight_bytes + profile.kv_blocks * block_bytes), name=f"d{number}"
+            )
+            for number in range(-(-self.num_engines // sharing) if sharing > 1 else 0)
+        ]
         return [
             kind(
                 f"e{number}",
                 profile.device,
-                kv_blocks=profile.kv_blocks,
+                kv_blocks=sharing * profile.kv_blocks - (sharing - 1) * floor,
                 max_requests=self.max_requests,
                 token_budget=self.token_budget,
                 max_adapters=self.max_adapters,
@@ -108,6 +124,8 @@ class Cluster:
                 node=f"n{number * self.num_nodes // self.num_engines}" if self.num_nodes else "",
                 prefix_reuse=self.prefix_reuse,
                 reporting=self.reporting,
+                device_budget=budgets[number // sharing] if budgets else None,
+                floor_bytes=profile.weight_bytes + floor * block_bytes,
             )
             for number in range(self.num_engines)
         ]

@@ -135,14 +135,14 @@ class TraceDriver(ABC):
     def _keep(
         self,
         number: int,
-        request: TraceRequest,
         *,
-        num_tokens: int,
-        first_s: float | None,
-        num_hops: int,
+        num_tokens: int = 0,
+        first_s: float | None = None,
+        num_hops: int = 0,
         num_stalls: int = 0,
         error: Exception | None,
     ) -> None:
+        request = self._trace.requests[number]
         self.served.append(
             Served(
                 number=number,
@@ -206,15 +206,8 @@ class ClientDriver(TraceDriver):
                 num_hops, num_stalls = stream.num_hops, stream.num_stalls
         except HotswapError as exc:
             failed = exc
-        self._keep(
-            number,
-            request,
-            num_tokens=num_tokens,
-            first_s=first_s,
-            num_hops=num_hops,
-            num_stalls=num_stalls,
-            error=failed,
-        )
+        told = {"num_tokens": num_tokens, "num_hops": num_hops, "num_stalls": num_stalls}
+        self._keep(number, **told, first_s=first_s, error=failed)
 
 
 class EventDriver(TraceDriver):
@@ -253,7 +246,7 @@ class EventDriver(TraceDriver):
             )
             self._numbers[simulated.request.id] = number
         except HotswapError as exc:
-            self._keep(number, request, num_tokens=0, first_s=None, num_hops=0, error=exc)
+            self._keep(number, error=exc)
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
@@ -263,15 +256,9 @@ class EventDriver(TraceDriver):
         """Keep what became of a request; a fault that is none of hotswap's errors ends the simulation."""
         if request.error is not None and not isinstance(request.error, HotswapError):
             raise request.error
-        self._keep(
-            request.number,
-            self._trace.requests[request.number],
-            num_tokens=request.num_generated,
-            first_s=request.first_s,
-            num_hops=0 if request.error else request.num_hops,
-            num_stalls=0 if request.error else request.most_stalls,
-            error=request.error,
-        )
+        stays = {} if request.error else {"num_hops": request.num_hops, "num_stalls": request.most_stalls}
+        num_tokens, first_s = request.num_generated, request.first_s
+        self._keep(request.number, num_tokens=num_tokens, first_s=first_s, **stays, error=request.error)
         self._change.set()
 
     async def _ended(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from hotswap.errors import ConfigError
@@ -15,9 +15,6 @@ from hotswap.simulation.run import simulate
 from hotswap.simulation.trace import Trace
 
 __all__ = ["Fewest", "fewest_engines"]
-
-# So many numbers in a row that are enough end the search above, and so many that are not end it below.
-_IN_A_ROW = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,61 +84,38 @@ def fewest_engines(
         raise ConfigError(f"guess is {guess!r} and most is {most!r}; give 1 or more, and no larger guess.")
     if not warm_s < trace.seconds:
         raise ConfigError(f"warm_s is {warm_s!r}; {trace.name!r} has no request after {trace.seconds:g} s.")
-    search = _Search(
-        trace=trace,
-        cluster=cluster,
-        router=router,
-        scheduler=scheduler,
-        slo=slo or Slo(),
-        share=share,
-        warm_s=warm_s,
-        interval_s=interval_s,
-    )
-    above = search.until(range(guess, most + 1), enough=True)
-    search.until(range((above or guess) - 1, 0, -1), enough=False)
-    met = dict(sorted(search.met.items()))
-    first = next((n for n in met if all(met[more] >= share for more in met if more >= n)), None)
-    return Fewest(engines=first, attainment=met, share=share)
+    slo, met = slo or Slo(), dict[int, float]()
 
+    def attainment(number: int) -> float:
+        if number not in met:
+            played = simulate(
+                trace,
+                replace(cluster, num_engines=number),
+                router=router,
+                scheduler=scheduler,
+                interval_s=interval_s,
+                driver="events",
+            )
+            met[number] = attainment_after(played, warm_s, slo)
+        return met[number]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    """A search, and the shares that it has found by number of engines."""
-
-    trace: Trace
-    cluster: Cluster
-    router: Router | None
-    scheduler: Scheduler | None
-    slo: Slo
-    share: float
-    warm_s: float
-    interval_s: float
-    met: dict[int, float] = field(default_factory=dict[int, float])
-
-    def until(self, numbers: Iterable[int], *, enough: bool) -> int | None:
+    def until(numbers: Iterable[int], *, enough: bool) -> int | None:
         """Try numbers until two in a row are enough, or are not; return the first of them, or of one row."""
         first, in_a_row = None, 0
         for number in numbers:
-            if (self._attainment(number) >= self.share) is not enough:
+            if (attainment(number) >= share) is not enough:
                 first, in_a_row = None, 0
                 continue
             first, in_a_row = first or number, in_a_row + 1
-            if in_a_row == _IN_A_ROW:
+            if in_a_row == 2:
                 break
         return first
 
-    def _attainment(self, number: int) -> float:
-        if number not in self.met:
-            played = simulate(
-                self.trace,
-                replace(self.cluster, num_engines=number),
-                router=self.router,
-                scheduler=self.scheduler,
-                interval_s=self.interval_s,
-                driver="events",
-            )
-            self.met[number] = attainment_after(played, self.warm_s, self.slo)
-        return self.met[number]
+    above = until(range(guess, most + 1), enough=True)
+    until(range((above or guess) - 1, 0, -1), enough=False)
+    met = dict(sorted(met.items()))
+    first = next((n for n in met if all(met[more] >= share for more in met if more >= n)), None)
+    return Fewest(engines=first, attainment=met, share=share)
 
 
 def attainment_after(outcome: Outcome, warm_s: float, slo: Slo) -> float:

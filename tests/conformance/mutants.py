@@ -41,6 +41,7 @@ from hotswap.abc import (
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.sim import SimEngine, SimStore
 from hotswap.backends.sim.sequence import Sequence as SimSequence
+from hotswap.backends.sim.tokens import Streamed
 from hotswap.errors import InstanceError
 from tests.runtime.edited_moves import EditedMoves
 
@@ -216,7 +217,7 @@ class LosesABlockOnAbort(SimEngine):
 class KeepsWhatWasCancelled(SimEngine):
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        sequence = self._admit(request, self._streamed)
+        sequence = self._admit(request, lambda of, model: Streamed.of(of, model, self.vocabulary))
         self._work.set()
         try:
             yield sequence.tokens

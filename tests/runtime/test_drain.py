@@ -252,8 +252,7 @@ async def test_a_drained_instance_can_be_removed() -> None:
 async def test_a_drained_instance_stays_closed_when_its_replacement_cannot_load() -> None:
     async with replicas(1, "a") as fleet:
         await fleet.drain("e0")
-        small = engine_of("small")
-        small.profile = replace(small.profile, memory_bytes=1)
+        small = SimEngine("small", replace(PROFILE, memory_bytes=1), kv_blocks=512)
         with pytest.raises(SwapFailed):
             await fleet.replace("e0", by=small)
         (view,) = fleet.view().instances
@@ -346,8 +345,7 @@ async def test_a_replacement_that_cannot_load_changes_nothing() -> None:
     async with replicas(1, "a") as fleet, anyio.create_task_group() as clients:
         clients.start_soon(read, fleet, "a", (1,), LONG)
         await until(lambda: num_running(fleet, E0) == 1)
-        small = engine_of("small")
-        small.profile = replace(small.profile, memory_bytes=1)
+        small = SimEngine("small", replace(PROFILE, memory_bytes=1), kv_blocks=512)
         with pytest.raises(SwapFailed):
             await fleet.replace("e0", by=small)
         assert [i.id for i in fleet.view().instances] == ["e0"]

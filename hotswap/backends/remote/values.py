@@ -94,7 +94,7 @@ def adapter_of(fields: Fields) -> Adapter:
 
 _NAMES: Final = tuple(field.name for field in fields_of(EngineStatus) if field.name != "id")
 _LISTS: Final = frozenset(("preempted", "adapters", "warnings"))
-_TEXTS: Final = frozenset(("load_path", "node", "lost_because"))
+_TEXTS: Final = frozenset(("device_budget", "load_path", "node", "lost_because"))
 _MODELS: Final = frozenset(("model", "preloaded"))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
 from hotswap.backends.sim.prefix import Prefixes, block_names
-from hotswap.backends.sim.sequence import Sequence, Step
+from hotswap.backends.sim.sequence import Sequence, Step, Turnover
 from hotswap.errors import PromptTooLong
 from hotswap.request import RequestId
 
@@ -23,16 +23,12 @@ __all__ = ["Batcher", "Batching"]
 Batching: TypeAlias = Literal["mixed", "prefill_first"]
 
 
-def _ignore_change() -> None:
+def _ignore(*told: object) -> None:
     pass
 
 
 def _no_time() -> float:
     return 0.0
-
-
-def _ignore_recovery(request: RequestId, seconds: float) -> None:
-    pass
 
 
 class Batcher:
@@ -52,7 +48,14 @@ class Batcher:
 
     With `turnover`, steps count the sequences that joined the decodes, and those that left them.
 
+    A pool that is leased has from `least_blocks` to `most_blocks`; before a sequence waits or is preempted
+    for want of blocks, it is asked to grow.
+
     Attributes:
+        num_blocks: How many KV blocks there are.
+        least_blocks: The least that it can shrink to, and the most that one sequence may have.
+        most_blocks: The most that it can grow to.
+        on_short: Called with the number of blocks that are missing; may call `resize`.
         prefills_first: Whether the batching is `"prefill_first"`.
         on_change: Called before any of it changes.
         clock: Tells the time.
@@ -73,23 +76,24 @@ class Batcher:
         prefix_reuse: bool = False,
         turnover: bool = False,
     ) -> None:
-        self.num_blocks = self.num_free_blocks = num_blocks
+        self.num_blocks = self.num_free_blocks = self.least_blocks = self.most_blocks = num_blocks
         self.block_tokens = block_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.parked: dict[Sequence, None] = {}  # out of the steps, with their blocks
-        self.on_change: Callable[[], None] = _ignore_change
+        self.on_change: Callable[[], None] = _ignore
         self.clock: Callable[[], float] = _no_time
-        self.on_recovered: Callable[[RequestId, float], None] = _ignore_recovery
+        self.on_recovered: Callable[[RequestId, float], None] = _ignore
+        self.on_short: Callable[[int], None] = _ignore
         self._num_queued_tokens = 0  # of the sequences that wait
         self._preempted: dict[Sequence, None] = {}
         self._max_requests = max_requests
         self._token_budget = token_budget
         self.prefills_first = batching == "prefill_first"
-        self._kept_free = int(watermark * num_blocks)
+        self._watermark = watermark
         self._prefixes = Prefixes() if prefix_reuse else None
-        self._counts_turnover = turnover
-        self._decoded: set[Sequence] = set()  # in the last step that had decodes, unless idle since
+        self._turnover = Turnover() if turnover else None
+        self._num_resizes = 0  # since the last step
         self.num_reused_tokens = 0
 
     def __len__(self) -> int:
@@ -104,6 +108,22 @@ class Batcher:
     def num_spare_blocks(self) -> int:
         """KV blocks that an arriving sequence leaves free: one for each that is here, or the watermark."""
         return self._kept_free if self.prefills_first else len(self)
+
+    @property
+    def num_unwanted_blocks(self) -> int:
+        """Free KV blocks above the least that no sequence here is about to take; 0 while one waits."""
+        unwanted = min(self.num_free_blocks - self.num_spare_blocks, self.num_blocks - self.least_blocks)
+        return 0 if self.waiting else max(0, unwanted)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a sequence waits that may be admitted as soon as the pool can grow."""
+        may_admit = bool(self.waiting) and len(self.running) < self._max_requests
+        return may_admit and self.num_blocks < self.most_blocks
+
+    @property
+    def _kept_free(self) -> int:
+        return int(self._watermark * self.num_blocks)
 
     @property
     def num_next_blocks(self) -> int:
@@ -130,9 +150,9 @@ class Batcher:
         """Queue a sequence.
 
         Raises:
-            PromptTooLong: all blocks together would not hold its tokens.
+            PromptTooLong: the blocks that a sequence may have would not hold its tokens.
         """
-        if self._blocks(sequence.num_tokens) > self.num_blocks:
+        if self._blocks(sequence.num_tokens) > self.least_blocks:
             raise self._too_long(sequence)
         self.on_change()
         if self._prefixes:
@@ -169,6 +189,29 @@ class Batcher:
         self._free(sequence)
         return True
 
+    def resize(self, num_blocks: int) -> None:
+        """Have so many KV blocks, or as few as those that sequences move with leave.
+
+        To shrink takes free blocks that hold nothing, then the cached ones, then those of the sequences that
+        would be preempted first. Harmless while a step runs.
+        """
+        self.on_change()
+        self._trim()
+        self.num_free_blocks += num_blocks - self.num_blocks
+        self.num_blocks = num_blocks
+        self._num_resizes += 1
+        while self.num_free_blocks < 0 and self._free_last(Step()):
+            pass
+        missing = max(0, -self.num_free_blocks)
+        self.num_free_blocks += missing
+        self.num_blocks += missing
+
+    def has_free(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free, once the pool has grown for them as far as it can."""
+        if num_blocks > self.num_free_blocks and self.num_blocks < self.most_blocks:
+            self.on_short(num_blocks - self.num_free_blocks)
+        return num_blocks <= self.num_free_blocks
+
     def hold(self, num_blocks: int) -> None:
         """Take blocks for a sequence that is to arrive; a negative number gives them back."""
         self.on_change()
@@ -202,8 +245,10 @@ class Batcher:
         """Compose the next step and take the blocks it needs; empty when there is nothing to do."""
         self.on_change()
         step = self._composed()
-        if self._counts_turnover:
-            self._count_turnover(step)
+        if self._turnover:
+            self._turnover.count(step)
+        if step.num_tokens:
+            step.num_resizes, self._num_resizes = self._num_resizes, 0
         return step
 
     def _composed(self) -> Step:
@@ -251,16 +296,6 @@ class Batcher:
                 self.remove(sequence)
                 sequence.close()
 
-    def _count_turnover(self, step: Step) -> None:
-        decodes = step.chunks.keys() - step.prefills
-        if decodes:
-            num_stayed = len(decodes & self._decoded)
-            step.num_joined = len(decodes) - num_stayed
-            # A batch of which none stays is not compacted.
-            step.num_left = len(self._decoded) - num_stayed if num_stayed else 0
-        if decodes or not step.num_tokens:
-            self._decoded = decodes
-
     def _add_prefills(self, step: Step) -> None:
         """Fill a step with whole prompts; sequences that arrive with their blocks decode in the next one."""
         while self.waiting and len(self.running) < self._max_requests:
@@ -270,7 +305,7 @@ class Batcher:
                 if step.num_tokens and step.num_tokens + count > self._token_budget:
                     return
                 kept_free = self._kept_free if self.running or self.parked else 0
-                if self.num_next_blocks > self.num_free_blocks - kept_free:
+                if not self.has_free(self.num_next_blocks + kept_free):
                     return
             self._admitted()
             if count > 1:
@@ -281,7 +316,7 @@ class Batcher:
         if not self.waiting or len(self.running) >= self._max_requests:
             return False
         room = self._token_budget - step.num_tokens
-        return room > 0 and self.num_next_blocks <= self.num_free_blocks
+        return room > 0 and self.has_free(self.num_next_blocks)
 
     def _schedule(self, step: Step, sequence: Sequence, num_pending: int) -> None:
         count = min(num_pending, self._token_budget - step.num_tokens)
@@ -291,25 +326,31 @@ class Batcher:
     def _grow(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Take blocks for `num_tokens`, preempting later sequences if need be; false if it was preempted."""
         missing = max(0, self._blocks(num_tokens) - sequence.num_blocks)
-        while missing > self.num_free_blocks:
-            victim = next((waiting for waiting in self.waiting if waiting.num_blocks), None)
-            if victim is not None:  # it arrived with blocks, and computes them again
-                self._unqueue(victim)
-                self._mark_for_recompute(victim)
-                self._free(victim)
-                self._queue(victim, 0)
-                continue
-            victim = next(reversed(self.running))
-            if self._blocks(num_tokens) > self.num_blocks:
+        while not self.has_free(missing):
+            if self._blocks(num_tokens) > self.num_blocks and not self._arrived():
                 self.remove(sequence)
                 sequence.close(self._too_long(sequence))
                 return False
-            self._preempt(step, victim)
-            if victim is sequence:
+            if self._free_last(step) is sequence:
                 return False
         sequence.num_blocks += missing
         self.num_free_blocks -= missing
         return True
+
+    def _arrived(self) -> Sequence | None:
+        """The first waiting sequence that arrived with blocks."""
+        return next((waiting for waiting in self.waiting if waiting.num_blocks), None)
+
+    def _free_last(self, step: Step) -> Sequence | None:
+        """Take the blocks of one sequence, which computes them again, and return it; `None` if none can."""
+        if (victim := self._arrived()) is not None:
+            self._unqueue(victim)
+            self._mark_for_recompute(victim)
+            self._free(victim)
+            self._queue(victim, 0)
+        elif (victim := next(reversed(self.running), None)) is not None:
+            self._preempt(step, victim)
+        return victim
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         self._mark_for_recompute(victim)
@@ -363,8 +404,9 @@ class Batcher:
 
     def _too_long(self, sequence: Sequence) -> PromptTooLong:
         return PromptTooLong(
-            f"Request {sequence.request.id!r} has {sequence.num_tokens} tokens, but all KV blocks together "
-            f"hold {self.num_blocks * self.block_tokens}. Shorten it, or give the engine more blocks."
+            f"Request {sequence.request.id!r} has {sequence.num_tokens} tokens, but the KV blocks that it "
+            f"may have hold {self.least_blocks * self.block_tokens}. Shorten it, or give the engine more "
+            "blocks."
         )
 
     def _reusable(self, sequence: Sequence) -> tuple[int, ...]:
@@ -397,7 +439,7 @@ class Batcher:
     def _trim(self) -> None:
         """Let go of blocks that have been taken for others, before any are given back."""
         if self._prefixes:
-            self._prefixes.trim(self.num_free_blocks)
+            self._prefixes.trim(max(0, self.num_free_blocks))
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

@@ -10,14 +10,18 @@ import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.notifier import Observed, StatusNotifier
+from hotswap.backends.sim.adapters import check_adaptable
 from hotswap.backends.sim.batcher import Batcher, Batching
+from hotswap.backends.sim.drain import Drain
 from hotswap.backends.sim.load import Load, Reporting, Reports, load_of
-from hotswap.backends.sim.loading import Weights, check_room, read_weights
+from hotswap.backends.sim.loading import Weights, read_weights
+from hotswap.backends.sim.memory import memory_of
 from hotswap.backends.sim.migration import MigrationContext, aborted
 from hotswap.backends.sim.sequence import Sequence
 from hotswap.backends.sim.tokens import VOCABULARY, Streamed, check_request, expected_tokens
+from hotswap.device_budget import DeviceBudget
 from hotswap.engine import Engine, StatusListener
-from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, RequestEvicted, UnknownAdapter
+from hotswap.errors import InstanceError, InstanceLost, RequestEvicted, UnknownAdapter
 from hotswap.hardware import DeviceProfile
 from hotswap.migration import KVSink, KVSource
 from hotswap.model import Adapter, ModelCard
@@ -40,12 +44,13 @@ class SimEngine(Engine):
     The duration of a step follows from its tokens, batch and context by `profile`; a load reads every chunk
     from the store, then sleeps for `profile.load_s`. Tokens are a function of model, adapter, prompt, seed
     and position (`expected_tokens`), so that a token that is lost, repeated or out of order is noticed.
-    `profile.memory_bytes` bounds weights, staged weights and the KV pool together.
+    `profile.memory_bytes` bounds weights, staged weights and the KV pool together, unless the engine shares a
+    `device_budget`: then it has `floor_bytes` for itself, and its KV pool grows and shrinks above them.
 
     Args:
         id: the instance's name.
         profile: how long things take, and how much memory there is.
-        kv_blocks: KV blocks of the pool, the same for every model.
+        kv_blocks: KV blocks of the pool, the same for every model; the most of one that is leased.
         kv_block_tokens: tokens of a block.
         max_requests: sequences of a batch; more wait inside the engine.
         token_budget: tokens of a step, decodes and prefill chunks together.
@@ -56,6 +61,9 @@ class SimEngine(Engine):
         node: where it is, for a store that tells nodes apart.
         prefix_reuse: whether KV blocks of a prefix are computed once for all prompts that begin with it.
         reporting: whether the status has the load as it is, or as of the last step that has ended.
+        device_budget: the memory that it shares with other engines.
+        floor_bytes: what it has of that in any case. No request may need more KV blocks than these bytes
+            hold beside the weights, so that each that was admitted can end.
     """
 
     _checks_tokens = True
@@ -87,6 +95,8 @@ class SimEngine(Engine):
         node: str = "",
         prefix_reuse: bool = False,
         reporting: Reporting = "live",
+        device_budget: DeviceBudget | None = None,
+        floor_bytes: int | str = 0,
     ) -> None:
         self.id, self.node, self.vocabulary = InstanceId(id), node, vocabulary
         self.profile = profile if profile is not None else DeviceProfile()
@@ -104,6 +114,9 @@ class SimEngine(Engine):
         self._notifier = StatusNotifier()
         self._batcher.on_change, self._batcher.clock = self._notifier.load_changed, anyio.current_time
         self._reports = Reports(reporting, self._batcher)
+        self._memory = memory_of(
+            self.id, self._batcher, self.profile.memory_bytes, device_budget, floor_bytes, self._state_changed
+        )
         self._state, self._started = _EMPTY, False
         self._serving = self._staged = None
         self._adapters = {}
@@ -116,7 +129,7 @@ class SimEngine(Engine):
             give_up=self._give_up,
             resumed=lambda: self._step_soon(),
         )
-        self._work, self._drained = anyio.Event(), anyio.Event()
+        self._work, self._drain = anyio.Event(), Drain(self._batcher)
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -131,15 +144,17 @@ class SimEngine(Engine):
     @contextmanager
     def _running(self) -> Generator[None]:
         """Start the engine, and leave it as it was before."""
-        self._started = True
-        try:
-            yield
-        finally:
-            self._started = False
-            self._evict_all("It was stopped")
-            self._serving = self._staged = None
-            self._adapters = {}
-            self._state = _EMPTY
+        with self._memory:
+            self._started = True
+            try:
+                yield
+            finally:
+                self._started = False
+                self._evict_all("It was stopped")
+                self._serving = self._staged = None
+                self._adapters = {}
+                self._state = _EMPTY
+                self._settle()
 
     # ------------------------------------------------------------------ weights
 
@@ -151,6 +166,7 @@ class SimEngine(Engine):
         except BaseException:
             if self._state is _LOADING:
                 self._state = _EMPTY
+            self._settle()
             raise
         self._state = _SERVING
 
@@ -165,26 +181,29 @@ class SimEngine(Engine):
                     raise self._lost()
                 self._serving, self._adapters, self._because = None, {}, ""
                 self._state = _EMPTY
+                self._settle()
         await checkpoint_if_cancelled()
 
     def can_preload(self, model: ModelCard) -> bool:
         staged_bytes = self._staged.size_bytes if self._staged else 0
-        beside = self._used_bytes - staged_bytes + model.weight_bytes
-        alone = model.weight_bytes + self._pool_bytes(model)
-        return max(beside, alone) <= self.profile.memory_bytes
+        return self._memory.can_preload(model, self._weight_bytes - staged_bytes + model.weight_bytes)
 
     async def preload(self, model: ModelCard, store: WeightStore) -> None:
         if self._staged is not None and self._staged.model == model:
             return await checkpoint()
         self._require(_SERVING, "preload")
         self._staged = None
-        self._require_room(model, model.weight_bytes)
-        self._staged = await self._unless_lost(self._read(model, store))
+        self._memory.preload(model, self._weight_bytes + model.weight_bytes)
+        try:
+            self._staged = await self._unless_lost(self._read(model, store))
+        finally:
+            self._settle()
         return None
 
     async def drop_preload(self) -> None:
         await checkpoint()
         self._staged = None
+        self._settle()
 
     # ------------------------------------------------------------------ adapters
 
@@ -209,32 +228,24 @@ class SimEngine(Engine):
 
     def _require_adaptable(self, adapter: Adapter) -> None:
         self._require(_SERVING, "load an adapter")
-        if self._model != adapter.model:
-            raise InstanceError(
-                f"Engine {self.id!r} serves {self._model!r}, and adapter {adapter.id!r} is of "
-                f"{adapter.model!r}; ask an engine that serves that."
-            )
-        if adapter.version not in self._adapters and len(self._adapters) >= self.max_adapters:
-            raise OutOfMemory(
-                f"Engine {self.id!r} holds {len(self._adapters)} adapters, which is all it can; drop one."
-            )
+        check_adaptable(adapter, self.id, self._model, self._adapters, self.max_adapters)
 
     # ------------------------------------------------------------------ requests
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[TokenStream]:
-        sequence = self._admit(request, self._streamed)
+        sequence = self._admit(request, lambda of, model: Streamed.of(of, model, self.vocabulary))
         try:
             yield sequence.tokens
         finally:
             self._batcher.remove(sequence)
-            self._note_drained()
+            self._drain.note()
 
     async def evict(self, *, deadline_s: float) -> int:
         self._require(_SERVING, "evict")
         self._state = _DRAINING
         try:
-            await self._unless_lost(self._wait_until_drained(deadline_s))
+            await self._unless_lost(self._drain.wait(deadline_s))
         except BaseException:
             if self._state is _DRAINING:
                 self._state = _SERVING
@@ -242,7 +253,14 @@ class SimEngine(Engine):
         return self._evict_all(f"A deadline of {deadline_s} s passed")
 
     def most_kv_tokens(self, model: ModelCard) -> int:
-        return self._batcher.num_blocks * self._batcher.block_tokens
+        """See `SupportsKVLimit`."""
+        return self._memory.num_request_blocks(model) * self._batcher.block_tokens
+
+    async def resize_kv(self, num_blocks: int) -> int:
+        await checkpoint()
+        self._require(_SERVING, "resize its KV pool")
+        self._step_soon()
+        return self._memory.resize(num_blocks)
 
     @property
     def num_reused_tokens(self) -> int:
@@ -279,7 +297,7 @@ class SimEngine(Engine):
     def _give_up(self, sequence: Sequence) -> None:
         self._batcher.remove(sequence)
         sequence.close(RequestEvicted(f"Engine {self.id!r} gave a request up that moves on."))
-        self._note_drained()
+        self._drain.note()
 
     def _refuse_if_lost(self) -> None:
         if self._state is _LOST:
@@ -294,11 +312,12 @@ class SimEngine(Engine):
         """
         self._because, self._lost_for_good = reason, for_good
         self._batcher.clear(self._lost())
-        self._note_drained()
+        self._drain.note()
         self._serving = self._staged = None
         self._adapters = {}
         self._migration.arrivals.clear()
         self._state = _LOST
+        self._settle()
         self._migration.end_step()
         if self._verb is not None:
             self._verb.cancel()
@@ -320,7 +339,7 @@ class SimEngine(Engine):
                 max_adapters=self.max_adapters,
                 preloaded=self._staged.model.id if self._staged else None,
                 node=self.node,
-            )
+            ).updated_by(self._memory.status_fields() if self._serving else {})
         status = self._outline.updated_by(self._load())
         # Without a model there is no pool.
         return status if self._serving else status.updated(num_free_kv_blocks=0, lost_because=self._because)
@@ -340,7 +359,7 @@ class SimEngine(Engine):
     async def _run_steps(self) -> None:
         while True:
             step = self._batcher.plan()
-            self._note_drained()  # a plan refuses what has outgrown the pool
+            self._drain.note()  # a plan refuses what has outgrown the pool
             self._reports.begin(idle=not step.num_tokens)
             if not step.num_tokens:
                 self._work = anyio.Event()
@@ -350,15 +369,12 @@ class SimEngine(Engine):
             await anyio.sleep(step.seconds(self.profile))
             self._reports.end()
             self._batcher.commit(step)
-            self._note_drained()
+            self._drain.note()
             self._migration.end_step()
 
     def _step_soon(self) -> None:
         """Begin to step, unless steps are under way."""
         self._work.set()
-
-    def _streamed(self, request: Request, model: ModelCard) -> Streamed:
-        return Streamed.of(request, model, self.vocabulary)
 
     def _admit(self, request: Request, make: Callable[[Request, ModelCard], _S]) -> _S:
         self._refuse_if_lost()
@@ -380,7 +396,7 @@ class SimEngine(Engine):
     async def _take_staged_or_read(self, model: ModelCard, store: WeightStore) -> Weights:
         await checkpoint()
         staged, self._staged = self._staged, None
-        self._require_room(model, model.weight_bytes + self._pool_bytes(model))
+        self._memory.load(model, self._weight_bytes + model.weight_bytes)
         if staged is not None and staged.model.id == model.id:
             return staged
         return await self._read(model, store)
@@ -397,19 +413,8 @@ class SimEngine(Engine):
         error = RequestEvicted(f"Engine {self.id!r} gave its requests back. {why}; they go on elsewhere.")
         evicted = self._batcher.clear(error)
         self._migration.arrivals.clear()
-        self._note_drained()
+        self._drain.note()
         return evicted
-
-    async def _wait_until_drained(self, deadline_s: float) -> None:
-        await checkpoint()
-        with anyio.move_on_after(deadline_s):
-            while len(self._batcher):
-                self._drained = anyio.Event()
-                await self._drained.wait()
-
-    def _note_drained(self) -> None:
-        if not len(self._batcher):
-            self._drained.set()
 
     async def _unless_lost(self, work: Awaitable[_T]) -> _T:
         """Return what `work` returns; interrupt it by `InstanceLost` when the engine is lost meanwhile."""
@@ -429,21 +434,15 @@ class SimEngine(Engine):
         if self._state is not state:
             raise InstanceError(f"Engine {self.id!r} is {self._state}; it can {verb} only while {state}.")
 
-    def _require_room(self, model: ModelCard, size_bytes: int) -> None:
-        check_room(model, size_bytes, self.profile.memory_bytes - self._used_bytes, self.id)
+    def _settle(self) -> None:
+        """Give memory back that is not used any more."""
+        self._memory.settle(self._weight_bytes, serving=self._serving is not None)
 
     @property
     def _model(self) -> ModelId | None:
         return self._serving.model.id if self._serving else None
 
     @property
-    def _used_bytes(self) -> int:
-        return self._weight_bytes + (self._pool_bytes(self._serving.model) if self._serving else 0)
-
-    @property
     def _weight_bytes(self) -> int:
         held = sum(weights.size_bytes for weights in (self._serving, self._staged) if weights)
         return held + self._reserved_bytes
-
-    def _pool_bytes(self, model: ModelCard) -> int:
-        return self.most_kv_tokens(model) * model.kv_bytes_per_token

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import anyio
 
 from hotswap.backends.sim.content import check_chunk
-from hotswap.errors import OutOfMemory, ShardCorrupt
+from hotswap.errors import ShardCorrupt
 from hotswap.hardware import DeviceProfile
 from hotswap.model import ModelCard, Shard
 from hotswap.store import WeightStore
-from hotswap.view import InstanceId
 
-__all__ = ["Weights", "check_room", "read_weights"]
+__all__ = ["Weights", "read_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +21,6 @@ class Weights:
 
     model: ModelCard
     size_bytes: int
-
-
-def check_room(model: ModelCard, size_bytes: int, free_bytes: int, engine: InstanceId) -> None:
-    """Refuse a model that does not fit into the free memory of a device.
-
-    Raises:
-        OutOfMemory: there are fewer than `size_bytes` free.
-    """
-    if size_bytes > free_bytes:
-        raise OutOfMemory(
-            f"Model {model.id!r} needs {size_bytes} bytes with its KV pool, but engine {engine!r} has "
-            f"{free_bytes} free. Use a larger device or fewer kv_blocks."
-        )
 
 
 async def read_weights(model: ModelCard, store: WeightStore, profile: DeviceProfile) -> Weights:

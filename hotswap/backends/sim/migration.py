@@ -183,7 +183,7 @@ class SimKVSink(KVSink):
         await checkpoint()
         self._renew()
         more = _blocks(num_tokens, self.layout) - self._num_blocks
-        if more > self._batcher.num_free_blocks - self._batcher.num_spare_blocks:
+        if not self._batcher.has_free(more + self._batcher.num_spare_blocks):
             raise aborted("reserve", f"{more} KV blocks are wanted, of {self._batcher.num_free_blocks} free")
         if more > 0:
             self._batcher.hold(more)

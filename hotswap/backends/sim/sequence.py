@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hotswap.hardware import DeviceProfile
 from hotswap.request import Request
 
-__all__ = ["Sequence", "Step"]
+__all__ = ["Sequence", "Step", "Turnover"]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,14 +69,15 @@ class Step:
         num_tokens: All of them.
         num_joined: How many sequences decode for the first time, where that takes time.
         num_left: How many sequences decoded in the step before and do not in this one, likewise.
+        num_resizes: How often the KV pool was resized since the step before.
     """
 
-    __slots__ = ("chunks", "num_joined", "num_left", "num_tokens", "prefills")
+    __slots__ = ("chunks", "num_joined", "num_left", "num_resizes", "num_tokens", "prefills")
 
     def __init__(self) -> None:
         self.chunks: dict[Sequence, int] = {}
         self.prefills: dict[Sequence, int] = {}
-        self.num_tokens = self.num_joined = self.num_left = 0
+        self.num_tokens = self.num_joined = self.num_left = self.num_resizes = 0
 
     @property
     def num_context(self) -> int:
@@ -88,8 +89,9 @@ class Step:
         return self.steady_s(profile) + self.turnover_s(profile)
 
     def turnover_s(self, profile: DeviceProfile) -> float:
-        """How much of that is for sequences that joined or left."""
-        return profile.turnover_s(joined=self.num_joined, left=self.num_left)
+        """How much of that is for sequences that joined or left, and for resizes of the KV pool."""
+        resizes_s = self.num_resizes * profile.kv_resize_s
+        return profile.turnover_s(joined=self.num_joined, left=self.num_left) + resizes_s
 
     def steady_s(self, profile: DeviceProfile) -> float:
         """How long it would take if the same had decoded before."""
@@ -114,3 +116,21 @@ class Step:
         """Leave a sequence out after all."""
         self.num_tokens -= self.chunks.pop(sequence, 0)
         self.prefills.pop(sequence, None)
+
+
+class Turnover:
+    """Counts, in each step, the sequences that have joined its decodes and those that have left them."""
+
+    def __init__(self) -> None:
+        self._decoded: set[Sequence] = set()  # in the last step that had decodes, unless idle since
+
+    def count(self, step: Step) -> None:
+        """Set a step's counts; steps come in order, an empty one too."""
+        decodes = step.chunks.keys() - step.prefills
+        if decodes:
+            num_stayed = len(decodes & self._decoded)
+            step.num_joined = len(decodes) - num_stayed
+            # A batch of which none stays is not compacted.
+            step.num_left = len(self._decoded) - num_stayed if num_stayed else 0
+        if decodes or not step.num_tokens:
+            self._decoded = decodes

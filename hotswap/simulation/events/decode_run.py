@@ -61,7 +61,7 @@ def num_alike(step: Step, batcher: Batcher, least_left: int) -> int:
     """Return how many steps in a row, this one included, are the same but for their context.
 
     They are as long as every running sequence decodes, none ends, and there are KV blocks for all. A waiting
-    sequence that cannot be admitted now cannot be admitted before one ends.
+    sequence that cannot be admitted now cannot be before one ends, unless the pool may grow (`is_short`).
 
     Args:
         step: Planned just now, with its blocks taken.
@@ -69,7 +69,7 @@ def num_alike(step: Step, batcher: Batcher, least_left: int) -> int:
         least_left: Tokens that the first to end still lacks.
     """
     running = batcher.running
-    if step.num_tokens != len(running) or len(step.chunks) != len(running):
+    if step.num_tokens != len(running) or len(step.chunks) != len(running) or batcher.is_short:
         return 1
 
     def missing(num_steps: int) -> int:

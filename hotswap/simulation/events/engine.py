@@ -113,7 +113,7 @@ class EventEngine(SimEngine):
         """Forget a sequence; its listener is told nothing more."""
         sequence.closed = True
         self._batcher.remove(sequence)
-        self._note_drained()
+        self._drain.note()
 
     def position(self, sequence: Counted) -> int:
         """Return how many tokens of its generation a sequence has by now."""
@@ -168,7 +168,7 @@ class EventEngine(SimEngine):
         self._in_step = True
         step = self._batcher.plan()
         self._in_step = False
-        self._note_drained()  # a plan refuses what has outgrown the pool
+        self._drain.note()  # a plan refuses what has outgrown the pool
         self._reports.begin(idle=not step.num_tokens)
         if not step.num_tokens:
             self._step = None
@@ -195,7 +195,7 @@ class EventEngine(SimEngine):
         self._batcher.commit(step)
         self._in_step = False
         self._step = None
-        self._note_drained()
+        self._drain.note()
         self._migration.end_step()
         self._begin()
 
