@@ -22,7 +22,7 @@ KV stores
 Policies
     `Router`, `Scheduler` and `Mover`; `FleetView` and its parts, which they read, ranked by a `Rank`, `Count`
     or `CountRank`; the actions that a scheduler returns (`Swap`, `Unload`, `Prefetch`, `PinAdapters`,
-    `Migrate`); `MoveView` and `MoveChoice`.
+    `Migrate`, `Resize`); `MoveView` and `MoveChoice`.
 Channels
     `Channel`, which carries `Frame`s between the engines of a move.
 """
@@ -35,6 +35,7 @@ from hotswap.action import (
     MigrationRecord,
     PinAdapters,
     Prefetch,
+    Resize,
     Swap,
     Unload,
 )
@@ -185,6 +186,7 @@ __all__ = [
     "Request",
     "RequestId",
     "Residency",
+    "Resize",
     "Router",
     "RunningView",
     "Sampling",

@@ -18,6 +18,7 @@ __all__ = [
     "PhaseRecord",
     "PinAdapters",
     "Prefetch",
+    "Resize",
     "Swap",
     "SwapOutcome",
     "SwapRecord",
@@ -93,7 +94,22 @@ class PinAdapters:
     reason: str = ""
 
 
-Action: TypeAlias = Swap | Unload | Prefetch | PinAdapters | Migrate
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """Bring the KV pool of an instance to `kv_blocks`, as near as its floor, its ceiling and others allow.
+
+    To shrink takes free blocks first, then those of requests, which compute them again. Actions of one plan
+    are carried out in their order, so memory that the first gives is there for the next; the pool may change
+    again as requests need blocks. An action on an instance that serves no model, or is being swapped, is
+    dropped.
+    """
+
+    instance: InstanceId
+    kv_blocks: int
+    reason: str = ""
+
+
+Action: TypeAlias = Swap | Unload | Prefetch | PinAdapters | Migrate | Resize
 
 SwapOutcome: TypeAlias = Literal["done", "failed", "cancelled"]
 

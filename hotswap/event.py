@@ -19,6 +19,7 @@ EventKind: TypeAlias = Literal[
     "swap_ended",
     "move_ended",
     "drain_ended",
+    "kv_resized",
     "instance_lost",
     "instance_restarted",
     "instance_added",

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import anyio
 
 from hotswap import telemetry as tm
-from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
-from hotswap.checks import check_required_seconds
+from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Resize, Swap, Unload
+from hotswap.checks import check_counts, check_required_seconds
+from hotswap.engine import SupportsResize
 from hotswap.errors import ConfigError, HotswapError, InstanceError
 from hotswap.loop_time import current_time
 from hotswap.request import ModelId
@@ -29,7 +30,7 @@ from hotswap.runtime.views import lend
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsNodes, SupportsPrefetch
 from hotswap.telemetry import Telemetry
-from hotswap.view import InstanceState
+from hotswap.view import InstanceId, InstanceState
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -41,6 +42,7 @@ log_unserved = logging.getLogger("hotswap.unserved")  # apart, so that simulatio
 
 # So long may requests wait for a model that no instance serves or swaps to, before the log tells of it.
 UNSERVED_S = 5.0
+RESIZE_S = 10.0  # an engine that takes longer to resize its KV pool does not keep others waiting
 
 
 class Control:
@@ -67,6 +69,7 @@ class Control:
         self._swaps, self._moves, self._adapters = swaps, moves, adapters
         self._losses, self._interval_s, self._telemetry = losses, interval_s, telemetry
         self._asked = anyio.Event()
+        self._resize_turn, self._resizing = anyio.Lock(), set[InstanceId]()
         self._prefetching: set[tuple[ModelId, str]] = set()
         self._told_unserved: dict[ModelId, float] = {}
         self.planned_s: float | None = None  # when the scheduler was asked last, whatever came of it
@@ -84,15 +87,10 @@ class Control:
                 self._asked = anyio.Event()
                 with self._forgiving("The control loop failed in this turn"):
                     last_view.keep()
-                with self._forgiving("The control loop failed in this turn"):
-                    self._restart_lost(tasks)
-                with self._forgiving("The control loop failed in this turn"):
-                    self._unload_unknown(tasks)
-                with self._forgiving("The control loop failed in this turn"):
-                    self._plan(tasks)
+                for part in (self._restart_lost, self._unload_unknown, self._plan, self._tell_unserved):
+                    with self._forgiving("The control loop failed in this turn"):
+                        part(tasks)
                 self.planned_s = current_time()
-                with self._forgiving("The control loop failed in this turn"):
-                    self._tell_unserved()
                 with anyio.move_on_after(self._pause_s()):
                     await self._asked.wait()
         finally:
@@ -143,9 +141,11 @@ class Control:
                 tasks.start_soon(self._adapters.pin, action, name=f"adapters of {action.instance}")
             case Migrate():
                 self._start_move(action, tasks)
+            case Resize():
+                self._start_resize(action, tasks)
             case _:
                 raise TypeError(
-                    f"{action!r} is no action; plan Swap, Unload, Prefetch, PinAdapters and Migrate."
+                    f"{action!r} is no action; plan Swap, Unload, Prefetch, PinAdapters, Migrate and Resize."
                 )
 
     def _start_swap(self, action: Swap | Unload, tasks: TaskGroup) -> None:
@@ -185,6 +185,32 @@ class Control:
             log.warning("Model %r was not prefetched: %s", model, exc, exc_info=_foreign(exc))
         finally:
             self._prefetching.discard((model, node))
+
+    def _start_resize(self, action: Resize, tasks: TaskGroup) -> None:
+        instance = self._state.instance(action.instance)
+        check_counts(ConfigError, 1, kv_blocks=action.kv_blocks)
+        if not isinstance(instance.engine, SupportsResize):
+            raise ConfigError(f"Engine {instance.id!r} cannot resize its KV pool; plan no `Resize` for it.")
+        if (view := instance.view()).free and view.hosted is not None and instance.id not in self._resizing:
+            self._resizing.add(instance.id)
+            tasks.start_soon(self._resize, action, instance.engine, name=f"resize {instance.id}")
+
+    async def _resize(self, action: Resize, engine: SupportsResize) -> None:
+        """Resize a pool once those planned before are, whose memory it may take."""
+        wanted: tm.Attributes = {tm.INSTANCE: action.instance, tm.WANTED_BLOCKS: action.kv_blocks}
+        try:
+            async with self._resize_turn:
+                with anyio.fail_after(RESIZE_S), self._telemetry.span(tm.SPAN_RESIZE, wanted) as span:
+                    reached = await engine.resize_kv(action.kv_blocks)
+                    span.set_attributes({tm.REACHED_BLOCKS: reached, tm.REASON: action.reason})
+        except Exception as exc:  # of an engine: the instance goes on as it is
+            why = exc if isinstance(exc, HotswapError) else tm.traceback_of(exc)
+            log.warning("The KV pool of instance %r was not resized: %s", action.instance, why)
+        else:
+            log.info("Instance %r has %d KV blocks now (%s).", action.instance, reached, action.reason)
+            self._state.events.note("kv_resized", instance=action.instance, reason=action.reason)
+        finally:
+            self._resizing.discard(action.instance)
 
     # ------------------------------------------------------------------ what was lost
 
@@ -234,7 +260,7 @@ class Control:
 
     # ------------------------------------------------------------------ what is never served
 
-    def _tell_unserved(self) -> None:
+    def _tell_unserved(self, _: TaskGroup) -> None:
         """Warn, once for each time, of a model whose requests wait though no instance turns to it."""
         now_s, unserved = current_time(), dict[ModelId, float]()
         for model in self._state.queue.models:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
-from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
+from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Resize, Swap, Unload
 from hotswap.request import ModelId
 from hotswap.scheduler import Scheduler
 from hotswap.view import FleetView, InstanceView, ModelView
@@ -155,6 +155,8 @@ def _told(action: Action) -> str:
             told = f"have {instance} hold {', '.join(adapters)}"
         case Migrate(request=request, destination=destination, reason=reason):
             told = f"move request {request} to {destination}"
+        case Resize(instance=instance, kv_blocks=kv_blocks, reason=reason):
+            told = f"give {instance} {kv_blocks} KV blocks"
     return f"{told}, since {reason}" if reason else told
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hypothesis import HealthCheck, given, settings
 
-from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Swap, Unload
+from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Resize, Swap, Unload
 from hotswap.request import ModelId, Request, RequestId
 from hotswap.router import Router
 from hotswap.scheduler import Scheduler
@@ -143,6 +143,8 @@ class SchedulerConformance:
                         adapters = {a.id for a in fleet.adapters if a.model == action.model}
                         adapters |= set(fleet.instance(action.instance).adapters)
                         assert adapters.issuperset(action.adapters), f"unknown: {action}"
+                    case Resize():
+                        assert action.instance in known, f"unknown: {action}"
                     case Swap() | Unload():
                         assert action.instance in known, f"unknown: {action}"
                         assert isinstance(action, Unload) or action.model in models, f"unknown: {action}"
@@ -192,6 +194,21 @@ class SchedulerConformance:
                 assert len(hold.adapters) <= instance.max_adapters, f"too many for {instance}: {hold}"
                 assert len(set(hold.adapters)) == len(hold.adapters), f"one of them twice: {hold}"
             assert len({hold.instance for hold in holds}) == len(holds), f"several for one: {holds}"
+
+        self._for_all(look)
+
+    def test_it_resizes_kv_pools_within_their_bounds(self) -> None:
+        def look(fleet: FleetView) -> None:
+            actions = self.make_scheduler().plan(fleet)
+            resizes = [action for action in actions if isinstance(action, Resize)]
+            taken = {action.instance for action in _on_instances(actions)}
+            for resize in resizes:
+                instance = fleet.instance(resize.instance)
+                assert instance.free, f"{instance} is not free for {resize}"
+                assert instance.hosted is not None, f"{instance} has no pool: {resize}"
+                assert instance.id not in taken, f"{instance} is swapped or unloaded as well: {resize}"
+                assert instance.least_kv_blocks <= resize.kv_blocks <= instance.most_kv_blocks, f"{resize}"
+            assert len({resize.instance for resize in resizes}) == len(resizes), f"several for one: {resizes}"
 
         self._for_all(look)
 
