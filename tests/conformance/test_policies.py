@@ -9,12 +9,13 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from hotswap import FleetView, InstanceId, InstanceState, InstanceView, ModelId, ModelView, Request
-from hotswap.abc import Action, Migrate, PinAdapters, Router, Scheduler, Swap, Unload
+from hotswap.abc import Action, Migrate, PinAdapters, Resize, Router, Scheduler, Swap, Unload
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,
     Chain,
     ConsistentHashRouter,
+    ElasticMemory,
     ElasticQuota,
     Forecast,
     Freeness,
@@ -117,6 +118,11 @@ class TestAdapterPoolConforms(SchedulerConformance):
 class TestRestoreMinReplicasConforms(SchedulerConformance):
     def make_scheduler(self) -> Scheduler:
         return RestoreMinReplicas()
+
+
+class TestElasticMemoryConforms(SchedulerConformance):
+    def make_scheduler(self) -> Scheduler:
+        return ElasticMemory(WeightedLoadSwap(t1=2, t2=1, b=2.0, sigmas=0), least_part=0.0)
 
 
 class TestElasticQuotaConforms(SchedulerConformance):
@@ -247,6 +253,14 @@ class _TooMuch(Scheduler):
         ]
 
 
+class _Larger(Scheduler):
+    """Gives every pool a block more than it may have."""
+
+    def plan(self, fleet: FleetView) -> list[Action]:
+        elastic = [i for i in fleet.instances if i.most_kv_blocks and i.free and i.hosted is not None]
+        return [Resize(instance=i.id, kv_blocks=i.most_kv_blocks + 1) for i in elastic]
+
+
 @pytest.mark.parametrize("router", [_First, _Never, _TurnByTurn])
 def test_a_faulty_router_is_caught(router: type[Router]) -> None:
     class Suite(RouterConformance):
@@ -258,7 +272,7 @@ def test_a_faulty_router_is_caught(router: type[Router]) -> None:
     assert failures(Suite)
 
 
-@pytest.mark.parametrize("scheduler", [_Everything, _Twice, _Unknown, _Astray, _TooMuch])
+@pytest.mark.parametrize("scheduler", [_Everything, _Twice, _Unknown, _Astray, _TooMuch, _Larger])
 def test_a_faulty_scheduler_is_caught(scheduler: type[Scheduler]) -> None:
     class Suite(SchedulerConformance):
         examples = QUICK

@@ -4,6 +4,7 @@ from hotswap.policies.schedulers.adapter_pool import AdapterPool
 from hotswap.policies.schedulers.allocation import Allocation, Spare
 from hotswap.policies.schedulers.chain import Chain, Cooldown, FirstOf, KeepAsIs
 from hotswap.policies.schedulers.cost import CostSwap
+from hotswap.policies.schedulers.elastic_memory import ElasticMemory
 from hotswap.policies.schedulers.elastic_quota import ElasticQuota, Quotas, quotas
 from hotswap.policies.schedulers.forecast import Forecast
 from hotswap.policies.schedulers.freeness_autoscaler import FreenessAutoscaler
@@ -23,6 +24,7 @@ __all__ = [
     "Chain",
     "Cooldown",
     "CostSwap",
+    "ElasticMemory",
     "ElasticQuota",
     "FirstOf",
     "Forecast",
