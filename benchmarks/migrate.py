@@ -3,11 +3,13 @@
     python -m benchmarks.migrate                      contexts up to 1,024 tokens
     python -m benchmarks.migrate --full               up to 8,192; takes minutes
     python -m benchmarks.migrate --hybrid             an LFM2 of 0.6 GB, whose states move with its KV blocks
+    python -m benchmarks.migrate --alone              no other stream decodes beside the one that moves
 
 Two engines of one process serve the same model, each on a thread of its own. A stream moves from one to the
 other by four methods: with its KV blocks while it decodes, as tokens in rounds, with its KV blocks while it
 is stopped, and evicted and recomputed. Another stream decodes on the source; its steps show what a move costs
-others. After each move the source is unloaded, so that it has no prefix left.
+others. Its engine also takes memory bandwidth from the destination after the move, which `--alone` avoids.
+After each move the source is unloaded, so that it has no prefix left.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class Settings:
         hidden: Width of the model.
         layers: Depth of the model.
         before: Tokens that both streams decode before the move, undisturbed.
+        alone: Whether the moving stream is the only one.
     """
 
     contexts: tuple[int, ...] = (256, 512, 1024)
@@ -88,6 +91,7 @@ class Settings:
     hidden: int = 1024
     layers: int = 12
     before: int = 24
+    alone: bool = False
 
 
 FULL = Settings(contexts=(256, 512, 1024, 2048, 4096, 8192), repeats=5)
@@ -118,6 +122,7 @@ def measure(
             "gap_s": {method: {} for method in settings.methods},
             "own_step_s": {},
             "later_step_s": {},
+            "over_step_s": {},
             "step_s": {"normal": [], "migrating": []},
             "step_ratio": [],
             "copied_bytes": {},
@@ -137,7 +142,7 @@ def _add(report: dict[str, Any], context: str, method: str, found: dict[str, Any
     """Add the moves of one method at one context."""
     report["gap_s"][method][context] = found["gap_s"]
     if method == "kv":
-        for name in ("own_step_s", "later_step_s"):
+        for name in ("own_step_s", "later_step_s", "over_step_s"):
             report[name][context] = found[name]
         for name, steps in found["step_s"].items():
             report["step_s"][name] += steps
@@ -270,6 +275,7 @@ async def moves(fleet: Fleet, settings: Settings, context: int, method: str) -> 
         "gap_s": [],
         "own_step_s": [],
         "later_step_s": [],
+        "over_step_s": [],
         "step_s": {"normal": [], "migrating": []},
         "step_ratio": [],
         "copied_bytes": 0,
@@ -289,8 +295,9 @@ async def moves(fleet: Fleet, settings: Settings, context: int, method: str) -> 
             beside = _Stream(tuple(random.randrange(2048) for _ in range(32)), sampling)
             tasks.start_soon(moving.run, fleet)
             await moving.has(1)
-            tasks.start_soon(beside.run, fleet)
-            await beside.has(4)
+            if not settings.alone:
+                tasks.start_soon(beside.run, fleet)
+                await beside.has(4)
             began_s = time.perf_counter()
             await moving.has(len(moving.tokens) + settings.before)
             moved_s = time.perf_counter()
@@ -309,6 +316,7 @@ async def moves(fleet: Fleet, settings: Settings, context: int, method: str) -> 
                 found["gap_s"].append(moving.gap_s)
                 found["own_step_s"] += moving.steps_s(began_s, moved_s)
                 found["later_step_s"] += moving.later_steps_s
+                found["over_step_s"].append(moving.gap_s - statistics.median(moving.later_steps_s))
                 _add_steps(found, beside, (began_s, moved_s), (moved_s, done_s))
             tasks.cancel_scope.cancel()
         await fleet.unload(source)
@@ -344,6 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, help="moves of each kind")
     parser.add_argument("--hybrid", action="store_true", help="a model with states of convolutions")
+    parser.add_argument("--alone", action="store_true", help="no other stream decodes beside")
     options = parser.parse_args(arguments)
     settings = FULL if options.full else Settings()
     if options.contexts:
@@ -354,6 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, repeats=options.repeats)
     if options.hybrid:
         settings = replace(settings, hybrid=True, layers=16)
+    if options.alone:
+        settings = replace(settings, alone=True)
     partial = PartialResults.of(options.json)
     report = measure(settings, partial=partial)
     _print(report)
@@ -367,6 +378,7 @@ def _print(report: dict[str, Any]) -> None:
         **report["gap_s"],
         "its step before": report["own_step_s"],
         "its step after": report["later_step_s"],
+        "over a step after": report["over_step_s"],
     }
     contexts = sorted({int(context) for seen in series.values() for context in seen})
 
@@ -380,7 +392,8 @@ def _print(report: dict[str, Any]) -> None:
     rows = [[kind, Summary.of([1e3 * s for s in steps[kind]]).format(1)] for kind in steps if steps[kind]]
     if report["step_ratio"]:
         rows.append(["ratio within a move", Summary.of(report["step_ratio"]).format(2)])
-    show("steps of another stream on the source", ("", "ms"), rows)
+    if rows:
+        show("steps of another stream on the source", ("", "ms"), rows)
     show("ratios of medians", ("", ""), [[name, f"{ratio:.2f}"] for name, ratio in report["ratios"].items()])
 
 
