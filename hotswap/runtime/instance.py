@@ -250,8 +250,5 @@ def _supports(kind: type[Engine], ability: type) -> bool:
 
 def refusal(instances: Collection[Instance], model: ModelId) -> UnsupportedModel | None:
     """Return why a model will never be served, if every instance's engine says so."""
-    first = next(iter(instances), None)
-    # The first is asked alone first: one of thousands that does not refuse is enough.
-    if first is not None and model in first.refused and all(model in of.refused for of in instances):
-        return first.refused[model]
-    return None
+    refuse = bool(instances) and all(model in of.refused for of in instances)
+    return next(iter(instances)).refused[model] if refuse else None

@@ -343,21 +343,32 @@ class Models:
                 f"The prompt has {request.num_tokens} tokens and model {card.id!r} a context of "
                 f"{card.max_context_tokens}; shorten it so that at least one token can follow."
             )
+        most = min(len(request.prompt) + request.sampling.max_tokens, card.max_context_tokens) - 1
+        if self._first_can_serve(card, most):
+            return
         if refused := refusal(self._state.instances.values(), card.id):
             raise UnsupportedModel(str(refused))
-        most = min(len(request.prompt) + request.sampling.max_tokens, card.max_context_tokens) - 1
         if (fitting := self.fitting(card, most)) < most:
             raise PromptTooLong(
                 f"The prompt of {request.num_tokens} tokens and an answer of up to "
                 f"{request.remaining_tokens} take the KV blocks of {most} tokens, and no engine has those of "
                 f"more than {fitting}; shorten the prompt, lower max_tokens or give engines more of them."
             )
-        if all(0 < memory < card.weight_bytes for memory in self._state.memory_bytes()):
-            largest = max(self._state.memory_bytes(), default=0)
+        self._state.refresh()
+        memory_bytes = [view.memory_bytes for view in self._state.index.seen()]
+        if all(0 < memory < card.weight_bytes for memory in memory_bytes):
             raise ModelTooLarge(
                 f"Model {card.id!r} has {card.weight_bytes:,} bytes of weights and the largest engine "
-                f"{largest:,} bytes of memory; add a larger engine."
+                f"{max(memory_bytes, default=0):,} bytes of memory; add a larger engine."
             )
+
+    def _first_can_serve(self, card: ModelCard, num_tokens: int) -> bool:
+        """Whether one engine, asked before the thousands of others, could serve a request of a model."""
+        view = next(iter(self._state.index.seen()), None)
+        if view is None or card.id in (instance := self._state.instances[view.id]).refused:
+            return False
+        limit = instance.most_kv_tokens(card)
+        return (limit is None or limit >= num_tokens) and not 0 < view.memory_bytes < card.weight_bytes
 
     def fitting(self, card: ModelCard, num_tokens: int) -> int:
         """Return how many of a request's tokens the engine with the most KV blocks could hold."""

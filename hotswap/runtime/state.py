@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import anyio
 from opentelemetry.trace import SpanContext
@@ -419,11 +419,6 @@ class FleetState(Registry):
         """Return the instances that are not settled, or that have failed at what they may try again."""
         self.index.refresh()
         return tuple(self.instances[name] for name in {**self.index.unsettled, **self._cooling_down})
-
-    def memory_bytes(self) -> Iterator[int]:
-        """Yield the memory of each engine; 0 where it is not known."""
-        self.index.refresh()
-        return (view.memory_bytes for view in self.index.seen())
 
     def last_evicted_s(self, model: ModelId) -> float | None:
         """Return the loop time at which a model was last taken from an instance; `None` if it never was."""
