@@ -84,3 +84,45 @@ def test_what_adapters_cost_is_what_was_measured() -> None:
         [float(figure) for figure in figures], rel=0.02
     )
     assert [min(loads), max(loads)] == pytest.approx([int(ms) for ms in loads_ms], rel=0.06)
+
+
+def test_what_a_move_of_a_hybrid_costs_is_what_was_measured() -> None:
+    (figures,) = re.findall(
+        r"paused for ([\d.]+) ms over a decode step at (\d+) tokens and for ([\d.]+) ms at ([\d,]+)",
+        (DOCS / "engine.md").read_text("utf-8"),
+    )
+    measured = report_of("migrate-hybrid")["over_step_s"]
+    for pause_ms, tokens in (figures[:2], figures[2:]):
+        found = measured[tokens.replace(",", "")]
+        assert found["median"] * 1000 == pytest.approx(float(pause_ms), abs=0.06)
+
+
+def test_what_a_collection_of_garbage_stops_is_what_was_measured() -> None:
+    page, report = (DOCS / "operations.md").read_text("utf-8"), report_of("texts")
+    (figures,) = re.findall(r"stopped the loop for (\d+) ms, of which its own work was at most (\d+)", page)
+    assert round(median(report["gap_s"]["messages"]) * 1000) == int(figures[0])
+    assert round(max(report["busy_s"]["messages"]) * 1000) <= int(figures[1])
+
+
+def test_what_gpus_do_is_what_was_measured() -> None:
+    report = report_of("gpu-nvidia-h100-80gb-hbm3")
+    (figures,) = re.findall(
+        r"(\d+) ms a step on an H100 .* which it could read in ([\d.]+) ms",
+        (DOCS / "engine.md").read_text("utf-8"),
+    )
+    bf16 = next(tokens for tokens in report["tokens"] if tokens["weights"] == "bf16")
+    assert round(1000 / bf16["tokens_per_s"]["1"]) == int(figures[0])
+    read_ms = 1000 * bf16["weight_bytes"] / report["ceilings"]["read_bytes_per_s"]
+    assert read_ms == pytest.approx(float(figures[1]), abs=0.05)
+    (gigabytes,) = re.findall(r"H100 or H200 \| (\d+) GB/s", (DOCS / "sizing.md").read_text("utf-8"))
+    loaded_s = median(report["swap"]["as an engine loads, 256 MiB at a time, s"])
+    assert report["swap"]["bytes"] / loaded_s / 1e9 == pytest.approx(int(gigabytes), rel=0.03)
+
+
+def test_what_stores_reach_is_what_was_measured() -> None:
+    (reached,) = re.findall(
+        r"the store reaches \[([\d.]+) to ([\d.]+) of it\]", (DOCS / "sizing.md").read_text("utf-8")
+    )
+    cold = report_of("load")["cases"][0]["cold"]
+    ratios = [cold[name]["ratio"] for name in ("hotswap", "hotswap_gone", "hotswap_fresh")]
+    assert [min(ratios), max(ratios)] == pytest.approx([float(ratio) for ratio in reached], abs=0.006)
