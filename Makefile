@@ -5,7 +5,7 @@
 #   EXTRAS       the extras to install: dev,torch,triton,llamacpp. For instance EXTRAS=dev,torch,vllm.
 #   PYTHON       the Python to make .venv with: the first found that is 3.11 or newer.
 #   ARGS         more arguments for pytest or for the demo: make test ARGS="tests/policies -x"
-#   WORKERS      test processes: one per core, eight at most. 0 runs them in pytest's own.
+#   WORKERS      test processes: one per core and one more, eight at most. 0 runs them in pytest's own.
 #   WITHOUT      make test WITHOUT=vllm leaves out the tests over vLLM, and the gigabyte that they install;
 #                WITHOUT="vllm ray browser" those over Ray and in a browser, too. So do ARGS, which choose other
 #                tests.
@@ -19,7 +19,8 @@ CONSTRAINTS ?= constraints/cpu.txt
 EXTRAS ?= dev,torch,triton,llamacpp
 ARGS ?=
 WITHOUT ?=
-WORKERS ?= auto
+# One more than there are cores: many tests wait for processes that are slow to end.
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 IS_NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
@@ -37,6 +38,9 @@ BROWSER := .cache/browser-env
 DOCS := .cache/docs-env
 SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
+# The tests that have an environment of their own, and those of them that `make test` runs.
+APART := vllm-test ray-test browser-test
+OTHER_TESTS = $(if $(ARGS),,$(filter-out $(WITHOUT:%=%-test),$(APART)))
 # Where pip is seen, it shows how far it is.
 QUIET = $(if $(MAKE_TERMOUT),,--quiet)
 
@@ -59,9 +63,8 @@ serve: $(READY)  ## serve the demo's models over HTTP, for curl and OpenAI's cli
 
 test: $(READY) door-env  ## run every test that needs no GPU
 	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)
-	@$(if $(ARGS)$(filter vllm,$(WITHOUT)),echo "The tests over vLLM are left out.",$(MAKE) --no-print-directory vllm-test)
-	@$(if $(ARGS)$(filter ray,$(WITHOUT)),echo "The tests over Ray are left out.",$(MAKE) --no-print-directory ray-test)
-	@$(if $(ARGS)$(filter browser,$(WITHOUT)),echo "The tests in a browser are left out.",$(MAKE) --no-print-directory browser-test)
+	@$(foreach left,$(filter-out $(OTHER_TESTS),$(APART)),echo "$(left) is left out."; )true
+	@$(if $(OTHER_TESTS),$(MAKE) --no-print-directory -j 2 $(OTHER_TESTS))
 
 # One thread, so that cores may be forked; what vLLM itself is warned of is not ours.
 vllm-test: $(VLLM)/.ready vllm-sources  ## run the tests of the vLLM backend, over the real vLLM for CPUs

@@ -3,7 +3,8 @@
     TRITON_INTERPRET=1 python -m tests.kernels.mutation KERNEL
 
 Slow imports are done once; each fault runs in a process forked from this one. Writes a line of JSON for each
-fault: its name, and whether it was found.
+fault: its name, and whether it was found. A check of each file runs on a copy without a fault too, so that
+none is found because the copy lacks something; `test_interpreted` runs all checks on the sound kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(kernel: str) -> None:
         shutil.copytree(ROOT / "tests" / "house", copy / "tests" / "house")
         for name in ("tests/conftest.py", "pyproject.toml"):
             shutil.copy(ROOT / name, copy / name)
-        for check in sorted({mutant.check for mutant in mutants}):
+        for check in {mutant.check.partition("::")[0]: mutant.check for mutant in mutants}.values():
             _report(f"sound: {check}", found=_fails(copy, check))
         for mutant in mutants:
             _report(mutant.name, found=_found(copy, mutant))
