@@ -203,6 +203,7 @@ async def test_values_are_made_as_pages_have_them() -> None:
     await run(runnable("checkpoints.md", "for a LlamaCppEngine"), names)
     await run(runnable("door.md", "Served("), names)
     await run(runnable("policies.md", "PrePlacement("), names)
+    await run(runnable("policies.md", "ElasticMemory("), names)
     names |= {"model": Model("a"), "manifest": sim_manifest("a", 1 << 30)}
     await run(runnable("policies.md", "SharingAdvisor(", {"            ...,\n": ""}), names)
 

@@ -46,7 +46,7 @@ RUN_BY: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/policies.md": (
         *((_BLOCKS, "test_the_policies_of_their_page_are_made"),) * 4,
         (_BLOCKS, "test_a_fleet_has_the_parts_that_pages_give_it"),
-        *((_BLOCKS, "test_values_are_made_as_pages_have_them"),) * 2,
+        *((_BLOCKS, "test_values_are_made_as_pages_have_them"),) * 3,
     ),
     "docs/remote.md": (
         *((_TORCH, "test_an_engine_is_served_on_one_machine_and_used_on_another"),) * 2,

@@ -37,6 +37,7 @@ PUBLIC = (
 MADE_BY = {
     "Adapters": "`Fleet` has it as `adapters`",
     "EventStream": "`Fleet.events` gives it",
+    "DeviceLease": "`DeviceBudget.lease` gives it",
     "FleetStream": "`Fleet.stream` lends it",
     "MemoryChannel": "`memory_channels` makes two of them",
     "Models": "`Fleet` has it as `models`",
