@@ -22,6 +22,7 @@ __all__ = [
     "can_pin",
     "copy",
     "copy_in_turns",
+    "discard",
     "map_shared",
     "pin",
     "populate",
@@ -40,6 +41,8 @@ _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _SMALL_PAGES: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 # Which Python does not name: PROT_NONE, MAP_FIXED, MADV_POPULATE_WRITE, and MADV_COLLAPSE since Linux 6.1.
 _NO_ACCESS, _FIXED, _POPULATE, _COLLAPSE = 0, 0x10, 23, 25
+# Linux alone zeroes what is read afterwards.
+_DISCARD: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
 
 _libc = ctypes.CDLL(None)
 _libc.mmap.restype = ctypes.c_void_p
@@ -78,6 +81,17 @@ def aligned_buffer(size_bytes: int, *, huge: bool = True) -> memoryview:
         elif not huge and _SMALL_PAGES is not None:
             memory.madvise(_SMALL_PAGES)
     return whole[start : start + size_bytes]
+
+
+def discard(address: int, size_bytes: int) -> None:
+    """Return the whole pages within private anonymous memory to the system; they read zeros from now on.
+
+    Pages are allocated again when they are written. Where a system cannot do this, nothing happens.
+    """
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if _DISCARD is not None and start < end:
+        _libc.madvise(start, end - start, _DISCARD)
 
 
 def allocate(file: int, start: int, size_bytes: int) -> None:

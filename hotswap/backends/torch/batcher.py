@@ -6,7 +6,7 @@ leave a step half empty. At most `MAX_SCORED_ROWS` of them are of prompts whose 
 for, which need the logits of every row. All decisions follow the *rank* of requests: the order of arrival, in
 which one level of priority counts as a fixed number of arrivals. When no KV block is free, the request with
 the last rank is preempted: its blocks are released, it waits, and it is recomputed except for blocks that are
-still cached.
+still cached. A pool that can grow does so before a request waits or is preempted.
 
 A model with recurrent states goes on from a snapshot of the states after a prefix (`SnapshotPool`). A part of
 a prompt ends where one is made: after the last full block, and where a prefix that was found has none. While
@@ -183,6 +183,24 @@ class Batcher:
         restored, saved = tuple(self._restored), tuple(self._save_states(chunks))
         return Plan(chunks, tuple(self._copies.values()), fresh, restored, saved)
 
+    def settle(self) -> None:
+        """Give back blocks that other engines want and no request here waits for.
+
+        Called between steps: not before the copies of a step are made, whose sources may be cached blocks.
+        """
+        self.blocks.settle(num_running=self._num_admitted, is_waiting=bool(self.waiting))
+
+    def resize(self, num_blocks: int) -> int:
+        """Bring the pool as near to a size as is possible; return the number of blocks reached.
+
+        To shrink preempts requests, the last in rank first, but not the first. Called between steps.
+        """
+        pool = self.blocks
+        least = max(num_blocks, pool.least_blocks)
+        while pool.num_blocks - pool.num_free > least and len(self.running) > 1:
+            self.preempt(self.running[-1])
+        return pool.resize(num_blocks)
+
     def advance(self, chunks: Items[Chunk]) -> None:
         """Count the chunks of a step as computed: later steps may reuse the blocks that they fill."""
         for chunk in chunks:
@@ -250,7 +268,8 @@ class Batcher:
     def _take_over(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Take over blocks and states that have arrived; false if too few blocks are free for the others."""
         num_new = max(0, blocks_for(len(sequence.tokens), self.block_tokens) - len(arrival.blocks))
-        if num_new > self.blocks.num_free - self._num_admitted:
+        missing = num_new - self.blocks.num_free + self._num_admitted
+        if missing > 0 and not self.blocks.grow(missing):
             return False
         blocks, slot = arrival.take()
         assert slot is not None, "it has not been taken over before"
@@ -287,7 +306,9 @@ class Batcher:
             pool.num_free - sum(not pool.is_referenced(block) for block in prefix.blocks) - self._num_admitted
         )
         if num_new > room:
-            return False
+            if not pool.grow(num_new - room):
+                return False
+            room = num_new
         pool.acquire(prefix.blocks)
         sequence.num_computed = len(prefix.blocks) * self.block_tokens
         source = prefix.source
@@ -328,7 +349,7 @@ class Batcher:
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate a block for the next token, preempting the last in rank; false if that was `sequence`."""
         need = blocks_for(sequence.num_computed + 1, self.block_tokens) - len(sequence.blocks)
-        while need > self.blocks.num_free:
+        while need > self.blocks.num_free and not self.blocks.grow(need - self.blocks.num_free):
             victim = self.running[-1]
             self.preempt(victim)
             if victim is sequence:

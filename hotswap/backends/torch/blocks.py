@@ -2,7 +2,8 @@
 
 A block is *in use* by one or several requests that share a prefix, *cached* if no request uses it but its
 content can be reused, or *free*. When no block is free, the least recently released cached block is
-reallocated. The key of a content covers all tokens before it (see `prefix`), so a block found by its key
+reallocated. A pool that shrinks *withdraws* blocks that no request uses; it grows by taking them back. The
+key of a content covers all tokens before it (see `prefix`), so a block found by its key
 holds exactly the keys and values of that prefix.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 __all__ = ["BlockPool", "Content", "Copy"]
 
@@ -48,19 +50,29 @@ class Copy:
 
 
 class BlockPool:
-    """Blocks 1 to `num_blocks`, each free, cached or in use. Every method is a few dictionary look-ups.
+    """Blocks 1 to `most_blocks`, each free, cached, in use or withdrawn; most methods are a few look-ups.
 
     Block 0 is never allocated; padding rows of a batch write to it.
+
+    Args:
+        num_blocks: The blocks that are not withdrawn at first.
+        most_blocks: The blocks that there are. Default: `None`, `num_blocks`.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, most_blocks: int | None = None) -> None:
+        self.most_blocks = num_blocks if most_blocks is None else most_blocks
         self._free = deque(range(1, num_blocks + 1))
+        self._withdrawn = list(range(num_blocks + 1, self.most_blocks + 1))  # a heap
         self._ref_counts: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._contents: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
         self._by_start: dict[tuple[bytes, int], int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are not withdrawn."""
+        return self.most_blocks - len(self._withdrawn)
 
     @property
     def num_free(self) -> int:
@@ -71,6 +83,72 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that no request uses and whose content can be reused."""
         return len(self._cached)
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks that the pool always has, and so a request can have: all, in a pool of one size."""
+        return self.num_blocks
+
+    @property
+    def reachable_blocks(self) -> int:
+        """Blocks that the pool can grow to."""
+        return self.num_blocks
+
+    def begin(self, weight_bytes: int, state_bytes: int) -> None:
+        """Take what the pool of a model has at least, which serves next.
+
+        Args:
+            weight_bytes: The weights of the model.
+            state_bytes: The recurrent states of its requests.
+
+        Raises:
+            OutOfMemory: not one block fits beside them into what the engine always has.
+        """
+
+    def close(self) -> None:
+        """Give back all memory, once nothing uses the blocks."""
+
+    def grow(self, count: int) -> bool:
+        """Add at least `count` free blocks, or none and return false: as a pool of one size always does."""
+        return False
+
+    def settle(self, *, num_running: int, is_waiting: bool) -> None:
+        """Give back blocks that others want, unless requests lacked some since the last call.
+
+        Args:
+            num_running: The running requests, each of which may need a block soon.
+            is_waiting: Whether requests wait.
+        """
+
+    def resize(self, num_blocks: int) -> int:
+        """Bring the pool as near to a size as is possible without taking a block from a request.
+
+        Returns the number of blocks reached. A pool that shrank does not grow beyond that size while others
+        want memory, and shrinks to it as requests release blocks.
+        """
+        return self.num_blocks
+
+    def restore(self, count: int) -> None:
+        """Take back `count` withdrawn blocks, the lowest numbers first; they are free."""
+        self._free.extend(heappop(self._withdrawn) for _ in range(count))
+
+    def withdraw(self, count: int) -> list[int]:
+        """Withdraw up to `count` blocks that no request uses, and return them.
+
+        Free ones first, the highest numbers first; then cached ones, least recently released first, whose
+        content is lost.
+        """
+        chosen = sorted(self._free, reverse=True)[:count]
+        if chosen:
+            kept = set(self._free).difference(chosen)
+            self._free = deque(block for block in self._free if block in kept)
+        while len(chosen) < count and self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            chosen.append(block)
+        for block in chosen:
+            heappush(self._withdrawn, block)
+        return chosen
 
     def is_referenced(self, block: int) -> bool:
         """Whether any request uses the block."""
@@ -175,6 +253,6 @@ class BlockPool:
 
     def __repr__(self) -> str:
         return (
-            f"<BlockPool [{self.num_blocks} blocks: {len(self._ref_counts)} in use, "
+            f"<{type(self).__name__} [{self.num_blocks} blocks: {len(self._ref_counts)} in use, "
             f"{len(self._cached)} cached, {len(self._free)} free]>"
         )

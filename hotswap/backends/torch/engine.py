@@ -49,6 +49,7 @@ from hotswap.backends.torch.step_options import GpuSteps
 from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
 from hotswap.checks import check_counts
+from hotswap.device_budget import DeviceBudget
 from hotswap.engine import Engine, StatusListener
 from hotswap.errors import ConfigError, InstanceError, InstanceLost, RequestEvicted
 from hotswap.hardware import parse_bytes
@@ -104,7 +105,10 @@ class TorchEngine(Engine):
             take memory for each. Default: 64.
         memory_bytes: The limit of weights (preloaded ones included), KV blocks and recurrent states together.
             Weights that a store lends to a CPU do not count: they are in the store's budget. Default: `None`,
-            the whole memory of the device; set it if engines share a device.
+            all of the device or its budget; set it if engines share a device by no budget.
+        device_budget: Memory that engines of this process share, on a CPU (`docs/device-memory.md`). The KV
+            cache grows to at most `kv_tokens`; a request can have what fits into the floor beside weights.
+        floor_bytes: What the engine can always take of `device_budget`, for weights and KV blocks together.
         idle_bytes: On a CPU, the size of freed weight memory that is kept for the next load, which then
             writes to allocated pages; 0 returns all of it at once. Default: 1 GiB.
         max_adapters: The maximum number of loaded adapters; 0 disables adapters. Default: 32.
@@ -162,6 +166,8 @@ class TorchEngine(Engine):
         snapshot_bytes: int | str | None = None,
         max_requests: int = 64,
         memory_bytes: int | str | None = None,
+        device_budget: DeviceBudget | None = None,
+        floor_bytes: int | str | None = None,
         idle_bytes: int | str = "1 GiB",
         max_adapters: int = 32,
         adapter_bytes: int | str = "1 GiB",
@@ -191,6 +197,8 @@ class TorchEngine(Engine):
             snapshot_bytes=snapshot_bytes,
             max_requests=max_requests,
             memory_bytes=memory_bytes,
+            device_budget=device_budget,
+            floor_bytes=floor_bytes,
             idle_bytes=idle_bytes,
             packed_bytes=packed_bytes,
             keep_fp8=keep_fp8,
@@ -220,25 +228,24 @@ class TorchEngine(Engine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models = Models(self.id, self._loader, self._adapters, settings, self._life)
         self._streams = Streams(self._notifier)
-        self._report = Report()
         self._detached = anyio.Event()
         self._warnings: tuple[str, ...] = ()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         self._loop = asyncio_loop(f"Engine {self.id!r}")
-        await self._start()
-        self._life.has_begun = True
-        try:
-            yield self
-        finally:
-            self._evict_all("It was stopped")
-            self._life.has_begun = False
-            self._loader.abandon()
-            with anyio.CancelScope(shield=True):
-                await self._stop()
-            self._worker = None
-            self._life.state = _EMPTY
+        with self._loader.memory.opened(self._post):
+            await self._start()
+            self._life.has_begun = True
+            try:
+                yield self
+            finally:
+                self._evict_all("It was stopped")
+                self._life.has_begun = False
+                self._loader.abandon()
+                with anyio.CancelScope(shield=True):
+                    await self._stop()
+                self._life.state = _EMPTY
 
     # ------------------------------------------------------------------ weights
 
@@ -275,6 +282,10 @@ class TorchEngine(Engine):
     async def drop_preload(self) -> None:
         await checkpoint()
         await self._models.drop_preload(self._worker)
+
+    async def resize_kv(self, num_blocks: int) -> int:
+        """See `SupportsResize`."""
+        return await self._models.resize_kv(num_blocks, self._worker, self._post)
 
     # ------------------------------------------------------------------ adapters
 
@@ -367,21 +378,22 @@ class TorchEngine(Engine):
     # ------------------------------------------------------------------ view
 
     def status(self) -> EngineStatus:
-        running = min(self._report.num_running, len(self._streams))
-        num_blocks = 0 if self._life.is_lost else self._models.num_blocks
+        report = Report() if self._life.is_lost else self._streams.report
+        running = min(report.num_running, len(self._streams))
         return EngineStatus(
             id=self.id,
             state=self._life.state,
             model=self._models.name,
             num_running=running,
             num_waiting=len(self._streams) - running,
-            num_prefill_tokens=self._num_prefill_tokens() if self._streams else 0,
+            num_prefill_tokens=self._streams.num_prefill_tokens,
             max_requests=self._settings.max_requests,
-            num_kv_blocks=num_blocks,
-            num_free_kv_blocks=min(self._report.num_free_blocks, num_blocks),
-            preempted=self._streams.ids_of(self._report.preempted),
-            num_next_kv_blocks=self._num_next_blocks() if running < len(self._streams) else 0,
+            num_kv_blocks=report.num_blocks,
+            num_free_kv_blocks=report.num_free_blocks,
+            preempted=self._streams.ids_of(report.preempted),
+            num_next_kv_blocks=self._streams.num_next_blocks(self._kv.block_tokens),
             kv_block_tokens=self._kv.block_tokens,
+            **self._models.pool_fields(),
             memory_bytes=self._loader.memory_bytes,
             weight_bytes=self._loader.weight_bytes,
             adapters=() if self._life.is_lost else self._adapters.names,
@@ -394,19 +406,10 @@ class TorchEngine(Engine):
     def watch(self, listener: StatusListener) -> bool:
         return self._notifier.watch(listener)
 
-    def _num_prefill_tokens(self) -> int:
-        report = self._report
-        return report.num_prefill_tokens + self._streams.num_tokens_after(report.last_ticket)
-
-    def _num_next_blocks(self) -> int:
-        report = self._report
-        unseen = self._streams.num_first_tokens_after(report.last_ticket)
-        return report.num_next_blocks or -(-unseen // self._kv.block_tokens)
-
     @property
     def num_preempted(self) -> int:
         """The number of preemptions since the model was loaded."""
-        return self._report.num_preempted
+        return self._streams.report.num_preempted
 
     @property
     def packed_bytes(self) -> int:
@@ -420,22 +423,23 @@ class TorchEngine(Engine):
     @property
     def num_reused_tokens(self) -> int:
         """The number of tokens found in the prefix cache instead of computed since the model was loaded."""
-        return self._report.num_reused_tokens
+        return self._streams.report.num_reused_tokens
 
     @property
     def token_budget(self) -> int:
         """The maximum number of tokens of the next step; with an `itl_target_s` it follows step times."""
-        return self._report.token_budget or self._settings.max_step_tokens
+        return self._streams.report.token_budget or self._settings.max_step_tokens
 
     def __repr__(self) -> str:
-        blocks = f"{self.status().num_free_kv_blocks} free, {self._report.num_cached_blocks} of them cached"
+        report = self._streams.report
+        blocks = f"{report.num_free_blocks} free, {report.num_cached_blocks} of them cached"
         return f"{super().__repr__()[:-2]} | KV blocks: {blocks} | budget: {self.token_budget} tokens]>"
 
     # ------------------------------------------------------------------ loading
 
     def _serve(self, loaded: LoadedModel, forward: Forward, store: WeightStore) -> None:
         runner = self._models.serve(loaded, forward, store, self._running_worker, self._post)
-        self._report = runner.report()
+        self._streams.report = runner.report()
         self._running_worker.attach(runner)
         self._life.state = _SERVING
 
@@ -472,9 +476,10 @@ class TorchEngine(Engine):
         self._worker = Worker(
             f"steps of {self.id}",
             threads=self._settings.rank_threads,
-            publish=partial(self._post, self._deliver),
+            publish=partial(self._post, self._streams.deliver),
             ended=partial(self._post, self._note_end),
         )
+        self._loader.memory.changed = self._worker.settle
 
     async def _stop(self) -> None:
         """Stop the engine's thread and release its models."""
@@ -488,7 +493,7 @@ class TorchEngine(Engine):
 
     async def _release_serving(self) -> None:
         await self._models.release()
-        self._report = Report()
+        self._streams.report = Report()
 
     # ------------------------------------------------------------------ streams
 
@@ -516,10 +521,6 @@ class TorchEngine(Engine):
         if was_open := self._streams.close(ticket, error):
             self._running_worker.remove(ticket)
         return was_open
-
-    def _deliver(self, report: Report) -> None:
-        self._report = report
-        self._streams.deliver(report)
 
     def _evict_all(self, why: str) -> int:
         evicted = self._streams.close_all(

@@ -6,15 +6,16 @@ slots never change. Block 0 is never allocated; padding rows of a batch write to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from hotswap.backends import memory
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.buffers import host_bytes
 from hotswap.backends.torch.recurrent.states import StateShape
@@ -96,6 +97,8 @@ class KVCache:
             in the shape that is written, so that no config is parsed for head counts and widths.
         first_layer: The index of the first of `layers`, for a pipeline stage.
         by_kernels: Whether attention on a GPU may read the blocks by Triton kernels.
+        is_elastic: Whether `discard` will return memory of blocks to the system; on a CPU only. Pages are
+            small then: a huge page that is allocated or returned takes the blocks around with it.
     """
 
     def __init__(
@@ -107,8 +110,9 @@ class KVCache:
         *,
         first_layer: int = 0,
         by_kernels: bool = False,
+        is_elastic: bool = False,
     ) -> None:
-        self._by_kernels = by_kernels
+        self._by_kernels, self._is_elastic = by_kernels, is_elastic
         self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
         # The numbers of rows of a tile that layers have asked for; see `device_attention`.
         self.tile_rows: set[int] = set()
@@ -165,6 +169,19 @@ class KVCache:
             return
         for values in self._stacks[1].values():
             values.index_fill_(1, self._index(blocks), 0)
+
+    def discard(self, runs: Iterable[range]) -> None:
+        """Return the memory of runs of consecutive blocks to the system, as far as it is whole pages.
+
+        The blocks read zeros from now on, and take memory again when they are written. On other devices than
+        a CPU nothing happens.
+        """
+        if not self.in_place:
+            return
+        for run, stack in product(runs, self._all()):
+            size = stack[0, 0].nbytes
+            for layer in stack:
+                memory.discard(layer.data_ptr() + run.start * size, len(run) * size)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Make copies between blocks, in order; the slots after the copied ones are cleared."""
@@ -340,5 +357,5 @@ class KVCache:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate without writing: blocks are cleared on allocation, and writing gigabytes delays a swap."""
         if self._begins_zeroed:
-            return host_bytes(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            return host_bytes(prod(shape) * dtype.itemsize, huge=not self._is_elastic).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=self.device)

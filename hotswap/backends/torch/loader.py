@@ -19,6 +19,7 @@ from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.decode_graphs import graphs_for
 from hotswap.backends.torch.dequantize import Dequantizer, original_dtype
 from hotswap.backends.torch.device import ReleasedMemory, check_device, out_of_memory_mapped
+from hotswap.backends.torch.device_memory import DeviceMemory
 from hotswap.backends.torch.fingerprint import compute_format, fingerprint_of, weights_key
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.fp8_linear import QuantizedWeights, keeps_fp8_by_default, linear_weights, prepare
@@ -31,7 +32,7 @@ from hotswap.backends.torch.preflight import preflight
 from hotswap.backends.torch.recurrent.states import StatePool
 from hotswap.backends.torch.step_options import StepOptions
 from hotswap.backends.torch.weights import check_world_size, convert, recast
-from hotswap.errors import InstanceLost, OutOfMemory
+from hotswap.errors import InstanceLost
 from hotswap.kernels.targets import runs_triton
 from hotswap.model import Manifest, ModelCard, TensorSpec
 from hotswap.request import ModelId
@@ -139,8 +140,9 @@ class LocalLoader(Loader):
         skeletons: SkeletonCache,
         steps: StepOptions,
         notifier: StatusNotifier,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        super().__init__(memory_bytes, notifier)
+        super().__init__(memory_bytes, notifier, memory)
         self._device, self._dtype, self._keep_fp8 = device, dtype, keep_fp8
         self._buffers, self._released = FlatBuffers(device, idle_bytes), ReleasedMemory(device)
         self._packed = PackedCache(packed_bytes)
@@ -244,9 +246,11 @@ class LocalLoader(Loader):
         num_blocks = self._num_blocks(model, budget)
         if num_blocks < 1:
             raise budget.no_room(model.card.id, model.layers, self._room_bytes)
-        size, by_kernels = budget.block_tokens, self._steps.by_kernels
+        size, kernels, elastic = budget.block_tokens, self._steps.by_kernels, budget.is_elastic
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
-            cache = KVCache(num_blocks, size, self._device, model.layers, by_kernels=by_kernels)
+            cache = KVCache(
+                num_blocks, size, self._device, model.layers, by_kernels=kernels, is_elastic=elastic
+            )
             cache.build_kernels()
         return cache
 
@@ -365,15 +369,18 @@ class LocalLoader(Loader):
                 await weights.loan.aclose()
 
     async def _allocate(self, model: ModelId, size_bytes: int, others_bytes: int) -> Tensor:
-        self._check_room(model, size_bytes, others_bytes)
+        self.check_room(model, size_bytes, others_bytes, self._device)
         self.weight_bytes += size_bytes
-        self._others_bytes = others_bytes
+        self._others_bytes, taken_bytes = others_bytes, 0
         try:
+            await self.memory.take_weights(size_bytes, f"The weights of {model!r}")
+            taken_bytes = size_bytes
             await run_in_thread(self._fit)
             with out_of_memory_mapped(f"the weights of {model!r}"):
                 flat = await run_in_thread(self._buffers.allocate, size_bytes)
         except BaseException:
             self.weight_bytes -= size_bytes
+            self.memory.give(taken_bytes)
             raise
         self.weight_bytes += len(flat) - size_bytes
         return flat
@@ -383,6 +390,7 @@ class LocalLoader(Loader):
         with anyio.CancelScope(shield=True):
             await run_in_thread(self._buffers.release, flat)
             self.weight_bytes -= len(flat)
+            self.memory.give(len(flat))
             # The released memory may be used to pack layers of the serving model.
             await run_in_thread(self._fit)
 
@@ -439,11 +447,3 @@ class LocalLoader(Loader):
             fingerprint=fingerprint_of(manifest, f"{self._device.type} {compute_format(skeleton)}"),
             long_rope=skeleton.long_rope,
         )
-
-    def _check_room(self, model: ModelId, size_bytes: int, others_bytes: int) -> None:
-        room = self.memory_bytes - self.weight_bytes - others_bytes
-        if size_bytes > room:
-            raise OutOfMemory(
-                f"The weights of {model!r} take {size_bytes:,} bytes of {self._device}, which has "
-                f"{max(0, room):,} left; unload a model or give the engine more memory."
-            )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.device_memory import DeviceMemory
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.kv import KVCache, LayerShape, blocks_for, bytes_per_token, state_bytes
 from hotswap.backends.torch.long_rope import LongRope
@@ -30,6 +31,8 @@ class KVBudget:
         max_requests: The maximum number of running requests.
         snapshot_bytes: The limit of snapshots of recurrent states; `None` for as many as `max_requests`, and
             at most an eighth of the memory that weights and the states of requests leave.
+        is_elastic: Whether the capacity is that of the largest pool, and what a request can have depends on
+            the model's weights.
     """
 
     tokens: int
@@ -37,6 +40,7 @@ class KVBudget:
     block_tokens: int
     max_requests: int
     snapshot_bytes: int | None = None
+    is_elastic: bool = False
 
     def num_snapshots(self, layers: tuple[LayerShape, ...], room_bytes: int) -> int:
         """Return how many snapshots of states there are; `room_bytes` is the memory that weights leave."""
@@ -53,8 +57,10 @@ class KVBudget:
 
     @property
     def most_tokens(self) -> int | None:
-        """How many tokens the cache has at most; `None` if its size is given in bytes."""
-        return None if self.size_bytes is not None else self.tokens // self.block_tokens * self.block_tokens
+        """How many tokens a request can have in the cache; `None` if that depends on the model."""
+        if self.is_elastic or self.size_bytes is not None:
+            return None
+        return self.tokens // self.block_tokens * self.block_tokens
 
     def num_blocks(self, layers: tuple[LayerShape, ...], context: int, room_bytes: int) -> int:
         """Return the number of blocks: the budget, limited by free memory and by what requests can fill.
@@ -150,9 +156,11 @@ class Loader(ABC):
     Args:
         memory_bytes: The budget of weights and KV blocks.
         notifier: Notified when `weight_bytes` changes.
+        memory: Where weights and KV blocks are leased. Default: `None`, nowhere.
 
     Attributes:
         memory_bytes: The budget.
+        memory: Where weights and KV blocks are leased.
         weight_bytes: The part of it that weights take now; changed on the event loop only.
         can_preload: Whether a second model may be loaded beside one that serves.
         packed_bytes: The memory of packed weight copies, which are dropped if the memory is needed.
@@ -161,13 +169,25 @@ class Loader(ABC):
     weight_bytes: Observed[int] = Observed(lambda loader: loader.notifier.state_changed())
     can_preload: bool = True
 
-    def __init__(self, memory_bytes: int, notifier: StatusNotifier) -> None:
+    def __init__(
+        self, memory_bytes: int, notifier: StatusNotifier, memory: DeviceMemory | None = None
+    ) -> None:
         self.memory_bytes, self.notifier = memory_bytes, notifier
+        self.memory = DeviceMemory() if memory is None else memory
         self.weight_bytes = 0
 
     @property
     def packed_bytes(self) -> int:
         return 0
+
+    def check_room(self, model: ModelId, size_bytes: int, others_bytes: int, device: object) -> None:
+        """Raise `OutOfMemory` unless weights fit into the budget beside what it has already."""
+        room = self.memory_bytes - self.weight_bytes - others_bytes
+        if size_bytes > room:
+            raise OutOfMemory(
+                f"The weights of {model!r} take {size_bytes:,} bytes of {device}, which has {max(0, room):,} "
+                "left; unload a model or give the engine more memory."
+            )
 
     @abstractmethod
     async def start(self) -> None:

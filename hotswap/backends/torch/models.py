@@ -13,15 +13,18 @@ from hotswap.backends.torch.adapters.manager import AdapterManager
 from hotswap.backends.torch.arrival import Announced
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.constraints import Compilers, Constraints
+from hotswap.backends.torch.device_memory import LeasedMemory
 from hotswap.backends.torch.forward import Forward, LocalForward
-from hotswap.backends.torch.kv_pool import KVPool
+from hotswap.backends.torch.kv_pool import KVPool, PoolFields
 from hotswap.backends.torch.loading import LoadedModel, Loader
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.migration import MigrationContext, aborted
+from hotswap.backends.torch.resize_job import ResizeJob
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.worker import Worker
-from hotswap.errors import InstanceError, RequestEvicted
+from hotswap.checks import check_counts
+from hotswap.errors import ConfigError, InstanceError, RequestEvicted
 from hotswap.model import ModelCard
 from hotswap.request import ModelId, Request
 from hotswap.store import WeightStore
@@ -46,8 +49,7 @@ class Models:
         serving: The model that serves, or that is being unloaded.
         staged: The preloaded model.
         weights: Identifies the weights that serve and the way of computing with them.
-        num_blocks: The KV blocks of the serving model.
-        cache_bytes: The memory of those blocks, and of those that are kept for the model that is staged.
+        num_blocks: The KV blocks that a request of the serving model can have.
         constraints: Compiles the grammars of requests for the serving model.
         migration: The context of KV migrations; `None` if the KV blocks of the model cannot migrate.
     """
@@ -60,7 +62,7 @@ class Models:
     ) -> None:
         self.life = life
         self.serving = self.staged = None
-        self.num_blocks = self.cache_bytes = self._num_loads = 0
+        self.num_blocks = self._num_loads = self._ranks_bytes = 0
         self.weights = ""
         self.migration: MigrationContext | None = None
         self.constraints: Constraints | None = None
@@ -73,6 +75,11 @@ class Models:
     def name(self) -> ModelId | None:
         """The model that serves; `None` without one, and while the engine is lost."""
         return self.serving.card.id if self.serving and not self.life.is_lost else None
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory of KV blocks and states: of the serving model, or kept for the model that is staged."""
+        return self._ranks_bytes if self._pool is None else self._pool.size_bytes
 
     # ------------------------------------------------------------------ loads
 
@@ -89,6 +96,9 @@ class Models:
         try:
             forward = await loaded.open(self._settings.kv, self._pool.cache if self._pool else None)
             self.life.refuse_if_lost()
+            if isinstance(forward, LocalForward):
+                self._pool = self._pool or KVPool.of(forward, self._loader.memory)
+                self._pool.blocks.begin(loaded.own_bytes, self._pool.state_bytes)
         except BaseException:
             self._drop_pool()
             await loaded.release()
@@ -108,11 +118,12 @@ class Models:
         # Without checksums of a store nothing tells weights from others but their load.
         identity = loaded.fingerprint or f"load {self._num_loads}"
         self.weights = f"{identity} {self._settings.invariant}"
-        blocks = self._pool.blocks if self._pool is not None else BlockPool(forward.num_blocks)
+        pool = self._pool
+        blocks = BlockPool(forward.num_blocks) if pool is None else pool.blocks
         batcher = self._settings.make_batcher(forward, blocks)
         runner = Runner(forward, batcher, self._settings.make_budget())
-        self._pool = KVPool(forward.cache, blocks) if isinstance(forward, LocalForward) else None
-        self.serving, self.num_blocks, self.cache_bytes = loaded, forward.num_blocks, forward.size_bytes
+        self._ranks_bytes = 0 if pool is not None else forward.size_bytes
+        self.serving, self.num_blocks = loaded, blocks.least_blocks
         self.migration = self._make_migration_context(loaded, forward, runner, worker, post)
         self.constraints = Constraints(loaded, store, self._compilers)
         self._adapters.serve(loaded.card.id, loaded.targets())
@@ -147,15 +158,21 @@ class Models:
         return True
 
     def _drop_pool(self) -> None:
-        self._pool, self.cache_bytes = None, 0
+        pool, self._pool, self._ranks_bytes = self._pool, None, 0
+        if pool is not None:
+            pool.blocks.close()
 
     # ------------------------------------------------------------------ preloads
 
     def can_preload(self, model: ModelCard) -> bool:
         """Whether a model fits beside the one that serves."""
-        used_bytes = self._loader.weight_bytes + self.cache_bytes
-        used_bytes -= self.staged.own_bytes if self.staged else 0
-        return self._loader.can_preload and used_bytes + model.weight_bytes <= self._loader.memory_bytes
+        loader, pool = self._loader, self._pool
+        staged_bytes = self.staged.own_bytes if self.staged else 0
+        spare_bytes = 0 if pool is None else pool.spare_bytes
+        used_bytes = loader.weight_bytes + self.cache_bytes - staged_bytes
+        if loader.memory.could_take(model.weight_bytes, staged_bytes + spare_bytes):
+            return loader.can_preload and used_bytes + model.weight_bytes <= loader.memory_bytes
+        return False
 
     async def preload(self, model: ModelCard, store: WeightStore, worker: Worker | None) -> None:
         """See `SupportsPreload`; `worker` is the engine's thread, which has background work."""
@@ -206,6 +223,30 @@ class Models:
             await loaded.release()
             raise
         return loaded
+
+    # ------------------------------------------------------------------ the KV pool
+
+    def pool_fields(self) -> PoolFields:
+        """Return what a status tells of a pool whose size changes."""
+        pool = None if self.serving is None or self.life.is_lost else self._pool
+        if pool is None or not isinstance(self._loader.memory, LeasedMemory):
+            return {}
+        return {"request_kv_blocks": pool.blocks.least_blocks}
+
+    async def resize_kv(self, num_blocks: int, worker: Worker | None, post: Callable[..., None]) -> int:
+        """See `SupportsResize`; `worker` is the engine's thread, and `post` calls on its event loop."""
+        check_counts(ConfigError, 0, num_blocks=num_blocks)
+        self.life.require(InstanceState.SERVING, "resize its KV pool")
+        if worker is None or not isinstance(self._loader.memory, LeasedMemory):
+            raise InstanceError(
+                f"Engine {self._engine!r} has no device_budget, so its KV pool keeps its size."
+            )
+        job = ResizeJob(num_blocks, post)
+        worker.submit(job)
+        await self.life.unless_lost(job.ended.wait())
+        if job.reached is None:
+            raise InstanceError(f"Engine {self._engine!r} was unloaded before its KV pool was resized.")
+        return job.reached
 
     # ------------------------------------------------------------------ requests
 

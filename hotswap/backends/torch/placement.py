@@ -12,7 +12,6 @@ from hotswap.backends.torch.parallel.grid import Grid
 from hotswap.backends.torch.parallel.loader import RankedLoader
 from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.backends.torch.settings import Settings
-from hotswap.hardware import parse_bytes
 from hotswap.view import InstanceId
 
 __all__ = ["make_loader"]
@@ -40,12 +39,13 @@ def make_loader(
             settings.first_device,
             dtype=settings.dtype,
             memory_bytes=settings.total_memory_bytes,
-            idle_bytes=parse_bytes(settings.idle_bytes, "idle_bytes"),
+            idle_bytes=settings.max_idle_bytes,
             packed_bytes=settings.max_packed_bytes,
             keep_fp8=settings.keep_fp8,
             skeletons=skeletons,
             steps=settings.steps,
             notifier=notifier,
+            memory=settings.make_memory(id),
         )
     ranks = Ranks(
         engine=id,

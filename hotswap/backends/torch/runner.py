@@ -77,6 +77,7 @@ class Report:
     num_next_blocks: int = 0
     preempted: tuple[int, ...] = ()
     last_ticket: int = 0
+    num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_preempted: int = 0
@@ -176,6 +177,7 @@ class Runner:
             num_next_blocks=batcher.num_next_blocks,
             preempted=batcher.preempted,
             last_ticket=batcher.last_ticket,
+            num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free,
             num_cached_blocks=blocks.num_cached,
             num_preempted=batcher.num_preempted,
@@ -190,6 +192,7 @@ class Runner:
             pass
         if not self._in_flight:
             self.is_blocked = True
+            self.batcher.settle()
             return self.report()
         step = self._in_flight.popleft()
         sampled = self._finish(step)
@@ -199,6 +202,8 @@ class Runner:
             took_s = time.perf_counter() - start_s
             self._budget.observe(step.num_tokens * num_batches, took_s * num_batches)
             self.batcher.token_budget = self._budget.tokens
+        if not self._in_flight:
+            self.batcher.settle()
         return self.report(sampled)
 
     def _begin(self) -> bool:

@@ -12,14 +12,17 @@ from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.budget import TokenBudget
 from hotswap.backends.torch.device import resolve, total_bytes
+from hotswap.backends.torch.device_memory import DeviceMemory, LeasedMemory
 from hotswap.backends.torch.forward import Forward
 from hotswap.backends.torch.loading import KVBudget
 from hotswap.backends.torch.parallel.nodes import StageNode
 from hotswap.backends.torch.recurrent.snapshots import SnapshotPool
 from hotswap.backends.torch.step_options import GpuSteps, StepOptions
 from hotswap.checks import check_counts, check_kind, check_positive, check_positive_seconds, to_objects
+from hotswap.device_budget import DeviceBudget
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
+from hotswap.view import InstanceId
 
 __all__ = ["Settings"]
 
@@ -48,6 +51,8 @@ class Settings:
     snapshot_bytes: int | str | None
     max_requests: int
     memory_bytes: int | str | None
+    device_budget: DeviceBudget | None
+    floor_bytes: int | str | None
     idle_bytes: int | str
     packed_bytes: int | str | None
     keep_fp8: bool | None
@@ -88,8 +93,25 @@ class Settings:
         _check(self.kv_tokens >= blocks, "kv_tokens", self.kv_tokens, "at least one block")
         can_keep = self.num_ranks == 1 or not self.keep_fp8
         _check(can_keep, "keep_fp8", self.keep_fp8, "False or None with ranks, which dequantize weights")
+        self._check_budget()
         _check_nodes(self.stage_nodes, self.pp)
         _check_ranks(self.first_device, self.num_own_ranks)
+
+    def _check_budget(self) -> None:
+        """Raise `ConfigError` unless `device_budget` and `floor_bytes` fit each other and the engine."""
+        if self.device_budget is None:
+            _check(self.floor_bytes is None, "floor_bytes", self.floor_bytes, "None without a device_budget")
+            return
+        check_kind(ConfigError, "device_budget", self.device_budget, DeviceBudget)
+        what = "with a device_budget, which is implemented for engines of one rank on a CPU"
+        _check(self.first_device.type == "cpu", "device", self.device, f"'cpu' {what}")
+        _check(self.num_ranks == 1, "tp times pp", self.num_ranks, f"1 {what}")
+        _check(not self.packed_bytes, "packed_bytes", self.packed_bytes, "0 or None with a device_budget")
+        if self.floor_bytes is None or not parse_bytes(self.floor_bytes, "floor_bytes"):
+            raise ConfigError(
+                f"floor_bytes is {self.floor_bytes!r}; with a device_budget give the bytes that the engine"
+                " can always take: the weights of its largest model, and KV blocks for its longest request."
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -135,6 +157,8 @@ class Settings:
         """The budget of weights and KV blocks of all ranks together, in bytes."""
         if self.memory_bytes is not None:
             return parse_bytes(self.memory_bytes, "memory_bytes")
+        if self.device_budget is not None:
+            return self.device_budget.size_bytes
         whole = total_bytes(self.first_device)
         if self.first_device.type == "cuda":
             return whole * self.num_ranks
@@ -142,23 +166,48 @@ class Settings:
 
     @property
     def max_packed_bytes(self) -> int:
-        """The limit of packed weights in bytes; a quarter of all memory by default."""
+        """The limit of packed weights in bytes; by default a quarter of all memory, 0 under a budget."""
         if self.packed_bytes is not None:
             return parse_bytes(self.packed_bytes, "packed_bytes")
+        if self.device_budget is not None:
+            return 0
         return self.total_memory_bytes // 4
+
+    @property
+    def max_idle_bytes(self) -> int:
+        """The limit of freed weight memory that is kept for the next load; under a budget none is."""
+        idle_bytes = parse_bytes(self.idle_bytes, "idle_bytes")
+        return idle_bytes if self.device_budget is None else 0
+
+    def make_memory(self, engine: InstanceId) -> DeviceMemory:
+        """Return the memory that an engine may take."""
+        if self.device_budget is None:
+            return DeviceMemory()
+        return LeasedMemory(
+            engine,
+            self.device_budget,
+            floor_bytes=parse_bytes(self.floor_bytes or 0, "floor_bytes"),
+            ceiling_bytes=self.total_memory_bytes,
+        )
 
     @property
     def kv(self) -> KVBudget:
         """The limits of the KV cache."""
         size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes, "kv_bytes")
         return KVBudget(
-            self.kv_tokens, size, self.kv_block_tokens, self.max_requests, self._max_snapshot_bytes
+            self.kv_tokens,
+            size,
+            self.kv_block_tokens,
+            self.max_requests,
+            self._max_snapshot_bytes,
+            is_elastic=self.device_budget is not None,
         )
 
     @property
     def _max_snapshot_bytes(self) -> int | None:
-        given = None if self.snapshot_bytes is None else parse_bytes(self.snapshot_bytes, "snapshot_bytes")
-        return given if self.prefix_reuse else 0
+        if not self.prefix_reuse or (self.snapshot_bytes is None and self.device_budget is not None):
+            return 0
+        return None if self.snapshot_bytes is None else parse_bytes(self.snapshot_bytes, "snapshot_bytes")
 
     @property
     def steps(self) -> StepOptions:

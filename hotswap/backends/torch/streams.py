@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -20,9 +20,13 @@ class Streams:
 
     Args:
         notifier: Notified when streams are opened and closed, and of each report.
+
+    Attributes:
+        report: The latest report of the engine's thread.
     """
 
     def __init__(self, notifier: StatusNotifier) -> None:
+        self.report = Report()
         self._notifier = notifier
         self._open: dict[int, TokenQueue] = {}
         self._requests: dict[int, Request] = {}
@@ -40,13 +44,21 @@ class Streams:
         self._notifier.load_changed()
         return self._num_opened, tokens
 
-    def num_tokens_after(self, ticket: int) -> int:
-        """Return the number of initial tokens of all open requests with later tickets."""
-        return sum(self._requests[other].num_tokens for other in self._open if other > ticket)
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens to compute before each open request gets its next one, those not reported yet included."""
+        return self.report.num_prefill_tokens + sum(self._unreported()) if self._open else 0
 
-    def num_first_tokens_after(self, ticket: int) -> int:
-        """Return the number of initial tokens of the first open request with a later ticket, or 0."""
-        return next((self._requests[other].num_tokens for other in self._open if other > ticket), 0)
+    def num_next_blocks(self, block_tokens: int) -> int:
+        """Return the KV blocks that the first waiting request needs; 0 if none waits."""
+        if self.report.num_running >= len(self._open):
+            return 0
+        return self.report.num_next_blocks or -(-next(self._unreported(), 0) // block_tokens)
+
+    def _unreported(self) -> Iterator[int]:
+        """Yield the initial tokens of each open request that the engine's thread has not reported yet."""
+        last = self.report.last_ticket
+        return (self._requests[ticket].num_tokens for ticket in self._open if ticket > last)
 
     def ids_of(self, tickets: Iterable[int]) -> tuple[RequestId, ...]:
         """Return the ids of the requests with these tickets whose streams are open."""
@@ -76,6 +88,9 @@ class Streams:
 
     def deliver(self, report: Report) -> None:
         """Deliver the tokens of a step; tokens of streams that ended meanwhile are dropped."""
+        if report.num_blocks != self.report.num_blocks:
+            self._notifier.state_changed()
+        self.report = report
         for sampled in report.sampled:
             tokens = self._open.get(sampled.ticket)
             if tokens is None:

@@ -127,6 +127,10 @@ class Worker:
 
         self._send(command)
 
+    def settle(self) -> None:
+        """Give back blocks that others want, and try again what waits for memory; from any thread."""
+        self._send(lambda: None)
+
     def submit(self, job: Job) -> None:
         """Run a job: its first piece before the next step, the others after that and later steps."""
 
@@ -188,6 +192,8 @@ class Worker:
         if had_commands:
             if self._runner is not None:
                 self._runner.is_blocked = False
+                if self._runner.idle:  # otherwise the next step settles, once requests had their chance
+                    self._runner.batcher.settle()
             throttle.set_stepping(self._runner is not None and not self._runner.idle)
             if self._runner is not None:
                 self._publish(self._runner.report())

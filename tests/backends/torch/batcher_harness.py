@@ -33,10 +33,21 @@ def make(
 
 
 class BatcherHarness:
-    """Runs the steps of a batcher and checks all its invariants at each step."""
+    """Runs the steps of a batcher and checks all its invariants at each step.
 
-    def __init__(self, *, num_blocks: int, block_tokens: int, budget: int, max_requests: int, **options: int):
-        self.pool = BlockPool(num_blocks)
+    `num_blocks` may be a pool that has them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int | BlockPool,
+        block_tokens: int,
+        budget: int,
+        max_requests: int,
+        **options: int,
+    ):
+        self.pool = BlockPool(num_blocks) if isinstance(num_blocks, int) else num_blocks
         count = options.pop("snapshots", 0)
         slots = range(max_requests, max_requests + count)
         self.snapshots = SnapshotPool(slots) if count else None
@@ -99,8 +110,8 @@ class BatcherHarness:
         pool = self.pool
         used = Counter(block for s in self.batcher.running for block in s.blocks)
         assert pool._ref_counts == used, "the reference count is the number of requests that use a block"
-        free, cached, everything = list(pool._free), list(pool._cached), range(1, pool.num_blocks + 1)
-        assert sorted([*free, *cached, *used]) == list(everything), "each block is in one state"
+        free, cached, everything = list(pool._free), list(pool._cached), range(1, pool.most_blocks + 1)
+        assert sorted([*free, *cached, *used, *pool._withdrawn]) == list(everything), "one state for each"
         assert pool.num_free == pool.num_blocks - len(used)
         assert set(pool._contents) >= set(cached)
         assert not set(pool._contents) & set(free)

@@ -179,7 +179,7 @@ class TorchKVSink(KVSink):
         more = blocks_for(num_tokens, self.layout.block_tokens) - have
         # Each running request may need a block in the next step, and the arriving one two, one for a copy.
         room = batcher.blocks.num_free - len(batcher.running) - len(batcher.parked) - 2
-        if more > room:
+        if more > room and not batcher.blocks.grow(more - room):
             raise aborted("reserve", f"{more} KV blocks are needed and {max(0, room)} are free")
         if self.layout.state_bytes and self._slot is None and self._arrival is None:
             self._slot = batcher.reserve_slot()

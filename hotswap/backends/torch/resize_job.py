@@ -1,0 +1,44 @@
+"""`ResizeJob`: resizes the KV pool of an engine on its thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import anyio
+
+from hotswap.backends.torch.runner import Runner
+from hotswap.backends.torch.sequence import Sequence
+from hotswap.backends.torch.worker import Job, Pieces
+
+__all__ = ["ResizeJob"]
+
+
+class ResizeJob(Job):
+    """Brings the pool of the attached runner to a size, between two steps.
+
+    Args:
+        num_blocks: The size.
+        post: Calls a function on the engine's event loop.
+
+    Attributes:
+        reached: The size reached; `None` if the runner was detached before.
+        ended: Set on the event loop.
+    """
+
+    def __init__(self, num_blocks: int, post: Callable[..., None]) -> None:
+        self.reached: int | None = None
+        self.ended = anyio.Event()
+        self._num_blocks, self._post = num_blocks, post
+
+    def begin(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+        """See `Job`."""
+        self.reached = runner.batcher.resize(self._num_blocks)
+        yield from ()
+
+    def end(self, error: Exception | None) -> None:
+        """See `Job`."""
+        self._post(self.ended.set)
+
+    def drop(self) -> None:
+        """See `Job`."""
+        self.end(None)
