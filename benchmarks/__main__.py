@@ -19,6 +19,7 @@ BENCHMARKS = {
     "beside": "swaps on one engine beside 16 streams on another: their inter-token latency",
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "door": "processor time of a server per token: this door, one that validates each token, and vLLM's own",
+    "elastic": "load that moves between two engines of one device: memory that follows beside fixed halves",
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fit": "a simulated engine beside the real one that it was fitted to: mean TTFT and TPOT of a trace",
     "forecast": "models loaded before their time of the day beside the default scheduler, in simulation",

@@ -117,6 +117,20 @@ async def test_kv_blocks_are_kept_in_host_memory(source: Path, tmp_path: Path) -
     assert names["again"].text == names["first"].text == "cd"
 
 
+async def test_engines_share_the_memory_of_a_device(source: Path, tmp_path: Path) -> None:
+    names: dict[str, Any] = {
+        "models": [Model("a", source), Model("b", source)],
+        "store": NvmeStore(tmp_path),
+    }
+    asked = """    first = await fleet.generate("a", "b" * 100, Sampling(max_tokens=2))
+    other = await fleet.generate("b", "b" * 100, Sampling(max_tokens=2))"""
+    places = {'"40 GiB"': '"40 MiB"', '"18 GiB"': '"18 MiB"', "    ...": asked}
+    names["Sampling"] = Sampling
+    await run(runnable("device-memory.md", "DeviceBudget(", places), names)
+    assert names["first"].text == names["other"].text == "cd"
+    assert names["budget"].held_bytes == 0, "closed engines hold nothing"
+
+
 async def test_gguf_files_are_served_by_llama_cpp(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     from tests.backends.llamacpp.gguf_files import write_gguf
