@@ -41,6 +41,11 @@ class TokenBudget:
         self._variance: float = 0.0
         self._covariance: float = 0.0
 
+    def limit(self, tokens: int) -> None:
+        """Have the budget be no larger than so many tokens from now on."""
+        self.max_tokens = max(self.min_tokens, min(self.max_tokens, tokens))
+        self.tokens = min(self.tokens, self.max_tokens)
+
     def observe(self, num_tokens: int, step_s: float) -> None:
         """Update the budget by the time of a step; steps that are neither full nor too slow are ignored."""
         if num_tokens < 1 or (num_tokens < self.tokens and step_s <= self.target_s):

@@ -22,6 +22,7 @@ from hotswap.worker_threads import run_in_thread
 __all__ = [
     "ReleasedMemory",
     "check_device",
+    "is_out_of_memory",
     "multiplies_bf16",
     "out_of_memory_mapped",
     "resolve",
@@ -133,17 +134,23 @@ class ReleasedMemory:
             )
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch says that there is no memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # On a CPU torch raises a plain RuntimeError with the message of its allocator.
+    words = str(error) if isinstance(error, RuntimeError) else ""
+    return "allocate memory" in words or "not enough memory" in words
+
+
 @contextmanager
 def out_of_memory_mapped(what: str) -> Generator[None]:
     """Raise torch's out-of-memory errors as `OutOfMemory`; `what` names the allocation in the message."""
     try:
         yield
     except (RuntimeError, MemoryError) as exc:
-        # On a CPU torch raises a plain RuntimeError with the message of its allocator.
-        if isinstance(exc, RuntimeError) and not isinstance(exc, torch.OutOfMemoryError):
-            words = str(exc)
-            if "allocate memory" not in words and "not enough memory" not in words:
-                raise
+        if not is_out_of_memory(exc):
+            raise
         raise OutOfMemory(
             f"There is no memory for {what}; unload something or give the engine less."
         ) from exc

@@ -55,6 +55,11 @@ class Work:
     restored: Sequence[StateCopy] = ()
     saved: Sequence[StateCopy] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows."""
+        return sum(len(piece.tokens) for piece in self.pieces)
+
 
 class Forward(ABC):
     """A model with its KV cache, in this process or in others. One thread calls `submit` and `result`.

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.budget import TokenBudget
+from hotswap.backends.torch.device import is_out_of_memory
 from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.masks import Masks, MaskThread
 from hotswap.backends.torch.sampling import Choice, sample
 from hotswap.backends.torch.sequence import Chunk, Sequence
+from hotswap.backends.torch.smaller_steps import compute_in_parts
 from hotswap.errors import HotswapError, InstanceError
 from hotswap.request import FinishReason, ScoredPrompt, TokenLogprob
 
@@ -106,7 +108,7 @@ class _InFlightStep:
     @property
     def num_tokens(self) -> int:
         """The number of rows."""
-        return sum(len(piece.tokens) for piece in self.work.pieces)
+        return self.work.num_tokens
 
     def without(self, dropped: Collection[Sequence]) -> _InFlightStep:
         """Return the step of the other requests."""
@@ -241,12 +243,11 @@ class Runner:
         self._num_failed += 1
         if self._forward.depth > 1 or self._num_failed > _MAX_FAILED_STEPS:
             raise error
+        if is_out_of_memory(error) and (sampled := self._retry_smaller(step, error)) is not None:
+            return sampled
         newest = sorted(step.sequences, key=lambda sequence: sequence.ticket, reverse=True)
         if self._forward.keeps_states:
-            starts = dict(zip(step.sequences, (piece.start for piece in step.work.pieces), strict=True))
-            for sequence in tuple(self.batcher.running):
-                if sequence is not newest[0]:
-                    self.batcher.recompute(sequence, starts.get(sequence, sequence.num_computed))
+            self._recompute_all(step, but=newest[0])
             return (self._drop(newest[0], step, error),)
         for count in range(1, min(len(newest), _MAX_DROPPED) + 1):
             rest, logits = step.without(newest[:count]), None
@@ -267,6 +268,43 @@ class Runner:
             dropped = tuple(self._drop(sequence, step, error) for sequence in newest[:count])
             return dropped if logits is None else dropped + self._sample(rest, logits)
         raise error
+
+    def _retry_smaller(self, step: _InFlightStep, error: Exception) -> tuple[Sampled, ...] | None:
+        """Compute a step that ran out of memory in parts, and later ones with half of its tokens at most.
+
+        Returns `None` if that does not help: steps are no larger than what decoding takes, or a part fails.
+        """
+        batcher = self.batcher
+        tokens = max(step.num_tokens // 2, batcher.max_requests + batcher.block_tokens)
+        if is_lower := tokens < batcher.token_budget:
+            _log.warning(
+                "A step of %d tokens ran out of memory; steps have at most %d from now on: %s",
+                step.num_tokens,
+                tokens,
+                error,
+            )
+            batcher.token_budget = tokens
+            if self._budget is not None:
+                self._budget.limit(tokens)
+        if self._forward.keeps_states:
+            if not is_lower:
+                return None
+            self._recompute_all(step)
+            return ()
+        try:
+            logits = compute_in_parts(self._forward, step.work)
+        except Exception:
+            _log.debug("A step that ran out of memory failed in parts as well.", exc_info=True)
+            return None
+        self._num_failed = 0
+        return self._sample(step, logits)
+
+    def _recompute_all(self, step: _InFlightStep, but: Sequence | None = None) -> None:
+        """Have the requests that run computed anew, as a failed step has changed their states."""
+        starts = dict(zip(step.sequences, (piece.start for piece in step.work.pieces), strict=True))
+        for sequence in tuple(self.batcher.running):
+            if sequence is not but:
+                self.batcher.recompute(sequence, starts.get(sequence, sequence.num_computed))
 
     def _drop(self, sequence: Sequence, step: _InFlightStep, error: Exception) -> Sampled:
         piece = step.work.pieces[step.sequences.index(sequence)]

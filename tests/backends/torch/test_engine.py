@@ -30,6 +30,7 @@ from hotswap.errors import (
 )
 from tests.backends.torch.clients import make_client_plans, run_clients
 from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.hybrids import make_hybrid
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
 SKELETONS = SkeletonCache()
@@ -189,6 +190,32 @@ async def test_a_request_that_fails_its_step_ends_alone(monkeypatch: pytest.Monk
         again = await collect(engine, ask(prompts[2], max_tokens=20))
         assert [t.id for t in again] == generate(model, prompts[2], 20)
     assert engine.status().num_kv_blocks == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "lfm2"])
+async def test_steps_that_run_out_of_memory_are_smaller_and_no_request_ends(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(architecture) if architecture == "llama" else make_hybrid(architecture)
+    result, sizes = LocalForward.result, list[int]()
+
+    def fail(self: LocalForward) -> torch.Tensor:
+        sizes.append(self.work.num_tokens)
+        if sizes[-1] > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result(self)
+
+    random = Random(3)
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(length)] for length in (70, 5, 33)]
+    samplings = [Sampling(max_tokens=12, prompt_logprobs=2 * (at == 0) or None) for at in range(3)]
+    plans = make_client_plans(random, "m", prompts, samplings)
+    monkeypatch.setattr(LocalForward, "result", fail)
+    async with serving(model, token_budget=64, max_requests=4) as engine:
+        received = await run_clients(engine, plans)
+        assert engine.status().state is InstanceState.SERVING
+        assert engine.token_budget < 64
+    assert received == [generate(model, prompt, 12) for prompt in prompts]
+    assert max(sizes) > 30, "a step did run out of memory"
 
 
 async def test_an_engine_whose_every_step_fails_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
