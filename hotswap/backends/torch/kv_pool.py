@@ -22,6 +22,10 @@ class PoolFields(TypedDict, total=False):
     """The fields of an `EngineStatus` that tell of a KV pool whose size changes."""
 
     request_kv_blocks: int
+    least_kv_blocks: int
+    most_kv_blocks: int
+    kv_block_bytes: int
+    device_budget: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

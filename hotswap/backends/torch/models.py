@@ -228,10 +228,17 @@ class Models:
 
     def pool_fields(self) -> PoolFields:
         """Return what a status tells of a pool whose size changes."""
-        pool = None if self.serving is None or self.life.is_lost else self._pool
-        if pool is None or not isinstance(self._loader.memory, LeasedMemory):
+        pool, memory = None if self.life.is_lost else self._pool, self._loader.memory
+        if pool is None or self.serving is None or not isinstance(memory, LeasedMemory):
             return {}
-        return {"request_kv_blocks": pool.blocks.least_blocks}
+        blocks = pool.blocks
+        return {
+            "request_kv_blocks": blocks.least_blocks,
+            "least_kv_blocks": blocks.least_blocks,
+            "most_kv_blocks": blocks.reachable_blocks,
+            "kv_block_bytes": pool.cache.block_bytes,
+            "device_budget": memory.budget.name,
+        }
 
     async def resize_kv(self, num_blocks: int, worker: Worker | None, post: Callable[..., None]) -> int:
         """See `SupportsResize`; `worker` is the engine's thread, and `post` calls on its event loop."""
