@@ -99,6 +99,11 @@ async def test_memory_follows_the_load_from_one_engine_to_the_other_and_back() -
             status = engine.status()
             assert status.num_free_kv_blocks == status.num_kv_blocks
             assert status.request_kv_blocks <= status.num_kv_blocks
+            # What `ElasticMemory` plans by.
+            assert status.device_budget == budget.name
+            assert status.least_kv_blocks <= status.num_kv_blocks <= status.most_kv_blocks
+            lent = (status.most_kv_blocks - status.least_kv_blocks) * status.kv_block_bytes
+            assert 0 < lent <= budget.size_bytes - 2 * FLOOR
 
 
 @given(seed=st.integers(0, 1 << 30), spare_mb=st.floats(0, 3))
