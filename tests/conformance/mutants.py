@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -716,11 +716,12 @@ class NamesAnotherTier(EditingStore):
 
 @store_caught_by("test_leaving_early_gives_everything_back")
 class KeepsWhatItLent(SimStore):
-    @contextlib.contextmanager
-    def _lent(self, data: memoryview) -> Generator[memoryview]:
-        self._num_lent += 1
-        yield data
-        self._num_lent -= 1  # not reached when the reader leaves early
+    async def _lend(self, shard: Shard) -> AsyncGenerator[HostChunk]:
+        async with contextlib.aclosing(super()._lend(shard)) as chunks:
+            async for chunk in chunks:
+                self._num_lent += 1
+                yield chunk
+                self._num_lent -= 1  # not reached when the reader leaves early
 
 
 @store_caught_by("test_an_unknown_model_is_missing")
