@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypedDict
 
+from hotswap.backends.pool_fields import PoolFields
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.device_budget import DeviceBudget, DeviceLease
 from hotswap.errors import InstanceError, OutOfMemory
@@ -18,16 +18,6 @@ __all__ = ["memory_of"]
 
 # While that much is free, a pool grows by this part of the most that it may have, so that it grows seldom.
 _GRAIN = 256
-
-
-class PoolFields(TypedDict, total=False):
-    """The fields of an `EngineStatus` that tell of a KV pool whose size changes."""
-
-    request_kv_blocks: int
-    least_kv_blocks: int
-    most_kv_blocks: int
-    kv_block_bytes: int
-    device_budget: str
 
 
 class Memory(AbstractContextManager[None], ABC):

@@ -7,7 +7,6 @@ taken the room. The keys of blocks cover the weights (`prefix`), so none is read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.device_memory import DeviceMemory, LeasedMemory
@@ -15,17 +14,7 @@ from hotswap.backends.torch.elastic_blocks import ElasticBlocks
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache
 
-__all__ = ["KVPool", "PoolFields"]
-
-
-class PoolFields(TypedDict, total=False):
-    """The fields of an `EngineStatus` that tell of a KV pool whose size changes."""
-
-    request_kv_blocks: int
-    least_kv_blocks: int
-    most_kv_blocks: int
-    kv_block_bytes: int
-    device_budget: str
+__all__ = ["KVPool"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.life import Life
 from hotswap.backends.notifier import Observed
+from hotswap.backends.pool_fields import PoolFields
 from hotswap.backends.servable import check_servable
 from hotswap.backends.torch.adapters.manager import AdapterManager
 from hotswap.backends.torch.arrival import Announced
@@ -15,7 +16,7 @@ from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.constraints import Compilers, Constraints
 from hotswap.backends.torch.device_memory import LeasedMemory
 from hotswap.backends.torch.forward import Forward, LocalForward
-from hotswap.backends.torch.kv_pool import KVPool, PoolFields
+from hotswap.backends.torch.kv_pool import KVPool
 from hotswap.backends.torch.loading import LoadedModel, Loader
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.migration import MigrationContext, aborted
