@@ -119,7 +119,8 @@ def kill(engine: RayEngine, how: signal.Signals = signal.SIGKILL) -> int:
 
 
 async def settled(fleet: Fleet) -> None:
-    """Wait until no engine has anything of a request, as its host tells."""
+    """Wait until no engine swaps or has anything of a request, as its host tells."""
+    await until(lambda: not any(e.swapping for e in fleet.view().instances))
     await until(lambda: all(e.num_running == 0 for e in fleet.view().instances))
     await until(lambda: all(e.num_free_kv_blocks == e.num_kv_blocks for e in fleet.view().instances))
     idle(fleet)
