@@ -21,6 +21,7 @@ from hotswap.worker_threads import run_in_thread
 
 __all__ = [
     "ReleasedMemory",
+    "available_bytes",
     "check_device",
     "is_out_of_memory",
     "multiplies_bf16",
@@ -58,6 +59,12 @@ def resolve(device: str | torch.device) -> torch.device:
             "or set CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", index)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU that this process could allocate now."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def total_bytes(device: torch.device) -> int:

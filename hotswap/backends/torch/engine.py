@@ -48,10 +48,9 @@ from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.step_options import GpuSteps
 from hotswap.backends.torch.streams import Streams
 from hotswap.backends.torch.worker import Worker
-from hotswap.checks import check_counts
 from hotswap.device_budget import DeviceBudget
 from hotswap.engine import Engine, StatusListener
-from hotswap.errors import ConfigError, InstanceError, InstanceLost, RequestEvicted
+from hotswap.errors import InstanceError, InstanceLost, RequestEvicted
 from hotswap.hardware import parse_bytes
 from hotswap.loop_time import asyncio_loop
 from hotswap.migration import CachedKV, KVSink, KVSource
@@ -89,11 +88,15 @@ class TorchEngine(Engine):
         device: The device of weights and KV blocks, such as `"cuda:0"`. Default: `"cpu"`.
         dtype: The dtype to which weights of the model's main dtype are converted at load; while they are
             converted both copies take memory. Default: `None`, weights keep their stored dtype.
-        kv_tokens: The capacity of the KV cache in tokens; ignored if `kv_bytes` is given. Default: 16,384.
+        kv_tokens: The capacity of the KV cache in tokens; ignored if `kv_bytes` is given. Default: `None`,
+            16,384 on a CPU and with several ranks. On a GPU the memory that is left beside weights, adapters
+            and a step of the largest size, which the first load of an architecture measures; as much as the
+            weights take stays free for a preload, but at most half.
         kv_bytes: The capacity of the KV cache as a size. Default: `None`, `kv_tokens` counts.
         kv_block_tokens: Tokens per KV block, a multiple of 16. Default: 32.
         token_budget: The maximum number of tokens of a step, decodes and prefill chunks together; at least
-            `max_requests`. Default: `None`, which is 256, or 8,192 with an `itl_target_s`.
+            `max_requests`. Default: `None`, which is 256 on a CPU, 2,048 on a GPU, and 8,192 with an
+            `itl_target_s`.
         itl_target_s: The target inter-token latency in seconds, which the engine meets by lowering the token
             budget according to measured step times. Default: `None`, the budget is fixed.
         prefix_reuse: Whether requests share the KV blocks of common prefixes, also with ended requests.
@@ -102,7 +105,7 @@ class TorchEngine(Engine):
             one snapshot no prefix is reused. Default: `None`, one for each of `max_requests`, and at most an
             eighth of the memory that weights and the states of requests leave.
         max_requests: The maximum number of running requests; more wait inside the engine. Recurrent states
-            take memory for each. Default: 64.
+            take memory for each. Default: `None`, 64 on a CPU and 128 on a GPU.
         memory_bytes: The limit of weights (preloaded ones included), KV blocks and recurrent states together.
             Weights that a store lends to a CPU do not count: they are in the store's budget. Default: `None`,
             all of the device or its budget; set it if engines share a device by no budget.
@@ -157,14 +160,14 @@ class TorchEngine(Engine):
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
-        kv_tokens: int = 16_384,
+        kv_tokens: int | None = None,
         kv_bytes: int | str | None = None,
         kv_block_tokens: int = 32,
         token_budget: int | None = None,
         itl_target_s: float | None = None,
         prefix_reuse: bool = True,
         snapshot_bytes: int | str | None = None,
-        max_requests: int = 64,
+        max_requests: int | None = None,
         memory_bytes: int | str | None = None,
         device_budget: DeviceBudget | None = None,
         floor_bytes: int | str | None = None,
@@ -200,6 +203,8 @@ class TorchEngine(Engine):
             device_budget=device_budget,
             floor_bytes=floor_bytes,
             idle_bytes=idle_bytes,
+            max_adapters=max_adapters,
+            adapter_bytes=adapter_bytes,
             packed_bytes=packed_bytes,
             keep_fp8=keep_fp8,
             threads=threads,
@@ -207,7 +212,6 @@ class TorchEngine(Engine):
             rank_timeout_s=rank_timeout_s,
             gpu_steps=gpu_steps,
         )
-        check_counts(ConfigError, 0, max_adapters=max_adapters)
         self.id = InstanceId(id)
         self.device = settings.first_device
         self._settings, self._kv = settings, settings.kv
@@ -215,11 +219,10 @@ class TorchEngine(Engine):
         self._life = Life(self.id, self._notifier)
         cache = skeletons if skeletons is not None else SkeletonCache()
         self._loader = make_loader(self.id, settings, cache, died=self._lose, notifier=self._notifier)
-        self._max_adapters = max_adapters if settings.num_ranks == 1 else 0
         self._adapters = AdapterManager(
             self.id,
             self.device,
-            max_adapters=self._max_adapters,
+            max_adapters=settings.num_adapters,
             size_bytes=parse_bytes(adapter_bytes, "adapter_bytes"),
             notifier=self._notifier,
         )
@@ -387,7 +390,7 @@ class TorchEngine(Engine):
             num_running=running,
             num_waiting=len(self._streams) - running,
             num_prefill_tokens=self._streams.num_prefill_tokens,
-            max_requests=self._settings.max_requests,
+            max_requests=self._settings.most_requests,
             num_kv_blocks=report.num_blocks,
             num_free_kv_blocks=report.num_free_blocks,
             preempted=self._streams.ids_of(report.preempted),
@@ -397,7 +400,7 @@ class TorchEngine(Engine):
             memory_bytes=self._loader.memory_bytes,
             weight_bytes=self._loader.weight_bytes,
             adapters=() if self._life.is_lost else self._adapters.names,
-            max_adapters=self._max_adapters,
+            max_adapters=self._settings.num_adapters,
             preloaded=self._models.staged.card.id if self._models.staged else None,
             lost_because=self._life.lost_because,
             warnings=self._warnings,

@@ -18,12 +18,19 @@ from hotswap.backends.torch.buffers import FlatBuffers, fetch, in_place
 from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.decode_graphs import graphs_for
 from hotswap.backends.torch.dequantize import Dequantizer, original_dtype
-from hotswap.backends.torch.device import ReleasedMemory, check_device, out_of_memory_mapped
+from hotswap.backends.torch.device import (
+    ReleasedMemory,
+    available_bytes,
+    check_device,
+    out_of_memory_mapped,
+)
 from hotswap.backends.torch.device_memory import DeviceMemory
 from hotswap.backends.torch.fingerprint import compute_format, fingerprint_of, weights_key
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.fp8_linear import QuantizedWeights, keeps_fp8_by_default, linear_weights, prepare
+from hotswap.backends.torch.held_weights import Weights
 from hotswap.backends.torch.kv import KVCache, LayerShape
+from hotswap.backends.torch.largest_step import LargestStep
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.long_rope import LongRope
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
@@ -34,34 +41,12 @@ from hotswap.backends.torch.step_options import StepOptions
 from hotswap.backends.torch.weights import check_world_size, convert, recast
 from hotswap.errors import InstanceLost
 from hotswap.kernels.targets import runs_triton
-from hotswap.model import Manifest, ModelCard, TensorSpec
+from hotswap.model import Manifest, ModelCard
 from hotswap.request import ModelId
 from hotswap.store import SupportsLend, WeightStore
 from hotswap.worker_threads import run_in_thread
 
 __all__ = ["LocalLoader", "LocalModel"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """A flat weight buffer and its tensors.
-
-    Attributes:
-        flat: uint8, memory of the engine, or of the store while `loan` is open.
-        specs: The tensors in it.
-        loan: The open loan of the store's memory; `None` for memory of the engine.
-        quantized: The weights that stay quantized; `None` if there are none.
-    """
-
-    flat: Tensor
-    specs: tuple[TensorSpec, ...]
-    loan: AsyncExitStack | None = None
-    quantized: QuantizedWeights | None = None
-
-    @property
-    def own_bytes(self) -> int:
-        """The memory of the engine that they take; 0 if lent."""
-        return 0 if self.loan else len(self.flat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +132,7 @@ class LocalLoader(Loader):
         self._buffers, self._released = FlatBuffers(device, idle_bytes), ReleasedMemory(device)
         self._packed = PackedCache(packed_bytes)
         self._skeletons, self._steps = skeletons, steps
+        self._largest_step = LargestStep(device, steps, skeletons.step_bytes)
         self._others_bytes = 0
 
     async def start(self) -> None:
@@ -209,23 +195,35 @@ class LocalLoader(Loader):
         shapes = tuple(shape for _, shape in sorted(cache.layers.items()))
         if (cache.block_tokens, shapes) != (budget.block_tokens, model.layers):
             return False
-        return cache.num_blocks == self._num_blocks(model, budget)
-
-    def _num_blocks(self, model: LocalModel, budget: KVBudget) -> int:
-        return budget.num_blocks(model.layers, model.context, self._room_bytes)
+        if budget.takes_rest:  # a preload beside it took no more than what it had left
+            return True
+        return cache.num_blocks == budget.num_blocks(model.layers, model.context, self._left_bytes)
 
     @property
-    def _room_bytes(self) -> int:
+    def _left_bytes(self) -> int:
+        """What weights leave of the memory of the engine."""
         return self.memory_bytes - self.weight_bytes
+
+    def _room_bytes(self, model: LocalModel, budget: KVBudget, kept: KVCache | None) -> int:
+        """Return the memory for KV blocks and states, those of a cache that is kept included. Blocking."""
+        if self._device.type != "cuda":
+            return self._left_bytes
+        skeleton = model.skeleton
+        step_bytes = self._largest_step.size_bytes(
+            model.card.id, skeleton, model.layers, model.context, self._way(skeleton)
+        )
+        free_bytes = available_bytes(self._device) + (0 if kept is None else kept.size_bytes)
+        return min(self._left_bytes, free_bytes - step_bytes - budget.adapter_bytes)
 
     def open(self, model: LocalModel, budget: KVBudget, kept: KVCache | None = None) -> LocalForward:
         """Allocate the KV cache of a model, unless one is kept, and return its forward pass. Blocking.
 
         Raises:
-            OutOfMemory: the memory does not suffice for one block.
+            OutOfMemory: the memory does not suffice for one block, or for a step on a GPU.
         """
-        cache = self._make_cache(model, budget) if kept is None else kept
-        num_snapshots = budget.num_snapshots(model.layers, self._room_bytes)
+        room_bytes = self._room_bytes(model, budget, kept)
+        cache = self._make_cache(model, budget, room_bytes) if kept is None else kept
+        num_snapshots = budget.num_snapshots(model.layers, room_bytes)
         states = self._make_states(model, budget, num_snapshots)
         self._others_bytes = cache.size_bytes + (0 if states is None else states.size_bytes)
         # Released with the model, before `reclaimed` is called.
@@ -242,10 +240,10 @@ class LocalLoader(Loader):
             num_snapshots=num_snapshots,
         )
 
-    def _make_cache(self, model: LocalModel, budget: KVBudget) -> KVCache:
-        num_blocks = self._num_blocks(model, budget)
+    def _make_cache(self, model: LocalModel, budget: KVBudget, room_bytes: int) -> KVCache:
+        num_blocks = budget.num_blocks(model.layers, model.context, room_bytes, model.own_bytes)
         if num_blocks < 1:
-            raise budget.no_room(model.card.id, model.layers, self._room_bytes)
+            raise budget.no_room(model.card.id, model.layers, room_bytes)
         size, kernels, elastic = budget.block_tokens, self._steps.by_kernels, budget.is_elastic
         with out_of_memory_mapped(f"the KV blocks of {model.card.id!r}"):
             cache = KVCache(

@@ -25,20 +25,23 @@ class KVBudget:
     """The limits of an engine's KV cache.
 
     Attributes:
-        tokens: The capacity in tokens, if `size_bytes` is `None`.
+        tokens: The capacity in tokens, if `size_bytes` is `None`; `None` for the memory that is left, less
+            what weights of the same size take in a preload, but at least half of it.
         size_bytes: The capacity in bytes, or `None`.
         block_tokens: Tokens per block.
         max_requests: The maximum number of running requests.
+        adapter_bytes: What adapters may take beside weights and blocks.
         snapshot_bytes: The limit of snapshots of recurrent states; `None` for as many as `max_requests`, and
             at most an eighth of the memory that weights and the states of requests leave.
         is_elastic: Whether the capacity is that of the largest pool, and what a request can have depends on
             the model's weights.
     """
 
-    tokens: int
+    tokens: int | None
     size_bytes: int | None
     block_tokens: int
     max_requests: int
+    adapter_bytes: int = 0
     snapshot_bytes: int | None = None
     is_elastic: bool = False
 
@@ -58,24 +61,35 @@ class KVBudget:
     @property
     def most_tokens(self) -> int | None:
         """How many tokens a request can have in the cache; `None` if that depends on the model."""
-        if self.is_elastic or self.size_bytes is not None:
+        if self.is_elastic or self.size_bytes is not None or self.tokens is None:
             return None
         return self.tokens // self.block_tokens * self.block_tokens
 
-    def num_blocks(self, layers: tuple[LayerShape, ...], context: int, room_bytes: int) -> int:
+    @property
+    def takes_rest(self) -> bool:
+        """Whether the capacity is what memory is left."""
+        return self.size_bytes is None and self.tokens is None
+
+    def num_blocks(
+        self, layers: tuple[LayerShape, ...], context: int, room_bytes: int, own_bytes: int = 0
+    ) -> int:
         """Return the number of blocks: the budget, limited by free memory and by what requests can fill.
 
         Args:
             layers: What a request keeps in each layer.
             context: The maximum length of a request, in tokens.
             room_bytes: The free memory, of which recurrent states take their part first.
+            own_bytes: What the weights of the model take, for which a preload gets as much.
         """
         room_bytes -= self.state_bytes(layers, room_bytes)
         # A model without attention has blocks of no size, by which tokens are counted alone.
         block_bytes = max(1, self.block_tokens * bytes_per_token(layers))
-        wanted = (
-            self.tokens // self.block_tokens if self.size_bytes is None else self.size_bytes // block_bytes
-        )
+        if self.size_bytes is not None:
+            wanted = self.size_bytes // block_bytes
+        elif self.tokens is not None:
+            wanted = self.tokens // self.block_tokens
+        else:
+            wanted = (room_bytes - min(own_bytes, room_bytes // 2)) // block_bytes
         useful = self.max_requests * blocks_for(context, self.block_tokens)
         # Block 0 is for padding rows and takes memory too.
         return min(wanted, useful, room_bytes // block_bytes - 1)

@@ -219,6 +219,7 @@ class SkeletonCache:
             Default: 8.
         verified: The KV cache entries of a token, by architecture and compute format, for architectures that
             passed their preflight.
+        step_bytes: The memory of the largest step on a GPU, by the same keys and the limits of a step.
         unadaptable: The linear layers that cannot have adapters, by the same keys.
     """
 
@@ -226,6 +227,7 @@ class SkeletonCache:
     verified: dict[tuple[str, str], tuple[LayerShape, ...]] = field(
         default_factory=dict[tuple[str, str], tuple[LayerShape, ...]]
     )
+    step_bytes: dict[object, int] = field(default_factory=dict[object, int])
     unadaptable: dict[tuple[str, str], set[str]] = field(default_factory=dict[tuple[str, str], set[str]])
     _idle: OrderedDict[int, tuple[str, str, Skeleton]] = field(
         default_factory=OrderedDict[int, tuple[str, str, Skeleton]]

@@ -62,7 +62,7 @@ def make_loader(
         memory_bytes=settings.total_memory_bytes,
         skeletons=skeletons,
         block_tokens=settings.kv_block_tokens,
-        max_requests=settings.max_requests,
+        max_requests=settings.most_requests,
         died=died,
         notifier=notifier,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -26,7 +26,17 @@ from hotswap.view import InstanceId
 
 __all__ = ["Settings"]
 
-_DEFAULT_BUDGET, _LARGEST_BUDGET = 256, 8192
+
+class _Usual(NamedTuple):
+    """What an engine has if its user gives no number."""
+
+    requests: int
+    step_tokens: int
+
+
+# A step of a GPU takes hardly longer with more rows, until its products are as long as the reads of weights.
+_DEFAULTS, _DEFAULTS_OF_GPU = _Usual(64, 256), _Usual(128, 2048)
+_KV_TOKENS, _LARGEST_BUDGET = 16_384, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +52,20 @@ class Settings:
     tp: int
     pp: int
     stage_nodes: Sequence[StageNode | None]
-    kv_tokens: int
+    kv_tokens: int | None
     kv_bytes: int | str | None
     kv_block_tokens: int
     token_budget: int | None
     itl_target_s: float | None
     prefix_reuse: bool
     snapshot_bytes: int | str | None
-    max_requests: int
+    max_requests: int | None
     memory_bytes: int | str | None
     device_budget: DeviceBudget | None
     floor_bytes: int | str | None
     idle_bytes: int | str
+    max_adapters: int
+    adapter_bytes: int | str
     packed_bytes: int | str | None
     keep_fp8: bool | None
     threads: int | None
@@ -62,17 +74,21 @@ class Settings:
     gpu_steps: GpuSteps
 
     def __post_init__(self) -> None:
-        counts = {"threads": self.threads, "token_budget": self.token_budget}
+        counts = {
+            "kv_tokens": self.kv_tokens,
+            "max_requests": self.max_requests,
+            "threads": self.threads,
+            "token_budget": self.token_budget,
+        }
         check_counts(
             ConfigError,
             1,
             kv_block_tokens=self.kv_block_tokens,
-            kv_tokens=self.kv_tokens,
-            max_requests=self.max_requests,
             tp=self.tp,
             pp=self.pp,
             **{name: count for name, count in counts.items() if count is not None},
         )
+        check_counts(ConfigError, 0, max_adapters=self.max_adapters)
         check_positive_seconds(ConfigError, rank_timeout_s=self.rank_timeout_s)
         if self.itl_target_s is not None:
             check_positive(ConfigError, itl_target_s=self.itl_target_s)
@@ -88,9 +104,10 @@ class Settings:
         _check(alone, "gpu_steps", self.gpu_steps, "'gathered' with several ranks")
         blocks = self.kv_block_tokens
         _check(blocks % 16 == 0, "kv_block_tokens", blocks, "16, 32 ...")
-        enough = self.token_budget is None or self.token_budget >= self.max_requests
+        enough = self.token_budget is None or self.token_budget >= self.most_requests
         _check(enough, "token_budget", self.token_budget, "at least max_requests")
-        _check(self.kv_tokens >= blocks, "kv_tokens", self.kv_tokens, "at least one block")
+        holds = self.kv_tokens is None or self.kv_tokens >= blocks
+        _check(holds, "kv_tokens", self.kv_tokens, "at least one block")
         can_keep = self.num_ranks == 1 or not self.keep_fp8
         _check(can_keep, "keep_fp8", self.keep_fp8, "False or None with ranks, which dequantize weights")
         self._check_budget()
@@ -132,6 +149,17 @@ class Settings:
     def first_device(self) -> torch.device:
         """The device of the engine's process, or of rank 0."""
         return resolve(self.device)
+
+    @property
+    def most_requests(self) -> int:
+        """The maximum number of running requests."""
+        usual = _DEFAULTS_OF_GPU if self.first_device.type == "cuda" else _DEFAULTS
+        return usual.requests if self.max_requests is None else self.max_requests
+
+    @property
+    def num_adapters(self) -> int:
+        """The maximum number of loaded adapters; engines of several ranks load none."""
+        return self.max_adapters if self.num_ranks == 1 else 0
 
     @property
     def rank_devices(self) -> tuple[str, ...]:
@@ -193,12 +221,15 @@ class Settings:
     @property
     def kv(self) -> KVBudget:
         """The limits of the KV cache."""
-        size = None if self.kv_bytes is None else parse_bytes(self.kv_bytes, "kv_bytes")
+        tokens = self.kv_tokens
+        if tokens is None and (self.first_device.type != "cuda" or self.num_ranks > 1):
+            tokens = max(_KV_TOKENS, self.kv_block_tokens)
         return KVBudget(
-            self.kv_tokens,
-            size,
+            tokens,
+            None if self.kv_bytes is None else parse_bytes(self.kv_bytes, "kv_bytes"),
             self.kv_block_tokens,
-            self.max_requests,
+            self.most_requests,
+            parse_bytes(self.adapter_bytes, "adapter_bytes") if self.num_adapters else 0,
             self._max_snapshot_bytes,
             is_elastic=self.device_budget is not None,
         )
@@ -212,22 +243,30 @@ class Settings:
     @property
     def steps(self) -> StepOptions:
         """How steps are computed in one process."""
-        return StepOptions(self.kv_block_tokens, self.is_invariant, self.gpu_steps)
+        return StepOptions(
+            self.kv_block_tokens,
+            self.is_invariant,
+            self.gpu_steps,
+            self.max_step_tokens,
+            self.most_requests,
+        )
 
     @property
     def max_step_tokens(self) -> int:
         """The largest token budget of a step."""
-        usual = _DEFAULT_BUDGET if self.itl_target_s is None else _LARGEST_BUDGET
-        return max(usual, self.max_requests) if self.token_budget is None else self.token_budget
+        if self.token_budget is not None:
+            return self.token_budget
+        usual = (_DEFAULTS_OF_GPU if self.first_device.type == "cuda" else _DEFAULTS).step_tokens
+        return max(usual if self.itl_target_s is None else _LARGEST_BUDGET, self.most_requests)
 
     def make_batcher(self, forward: Forward, blocks: BlockPool) -> Batcher:
         """Return a new batcher for a loaded model, whose blocks these are."""
-        slots = range(self.max_requests, self.max_requests + forward.num_snapshots)
+        slots = range(self.most_requests, self.most_requests + forward.num_snapshots)
         return Batcher(
             blocks,
             block_tokens=self.kv_block_tokens,
             token_budget=self.max_step_tokens,
-            max_requests=self.max_requests,
+            max_requests=self.most_requests,
             num_batches=forward.depth,
             prefix_reuse=self.prefix_reuse and (bool(slots) or not forward.keeps_states),
             snapshots=SnapshotPool(slots) if slots else None,
@@ -240,7 +279,7 @@ class Settings:
         """
         if self.itl_target_s is None:
             return None
-        least = min(self.max_step_tokens, self.max_requests + self.kv_block_tokens)
+        least = min(self.max_step_tokens, self.most_requests + self.kv_block_tokens)
         return TokenBudget(self.itl_target_s, min_tokens=least, max_tokens=self.max_step_tokens)
 
     @property

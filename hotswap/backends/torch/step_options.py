@@ -19,11 +19,15 @@ class StepOptions:
         block_tokens: Tokens per KV block.
         invariant: Whether steps are batch-invariant to the bit.
         gpu_steps: How they run on a GPU.
+        max_tokens: The largest token budget of a step.
+        max_requests: The maximum number of running requests.
     """
 
     block_tokens: int
     invariant: bool
     gpu_steps: GpuSteps = "gathered"
+    max_tokens: int = 256
+    max_requests: int = 64
 
     @property
     def by_kernels(self) -> bool:

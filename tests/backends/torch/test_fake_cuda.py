@@ -30,6 +30,7 @@ FAULTS = {
     "llama+life=a copy does not wait for steps under way": "before the former use of its memory has ended",
     "llama+life=KV blocks leave before their copy has ended": "is read on the host before it has ended",
     "lfm2+life=snapshots of states are read": "DataDependentOutputException",
+    "llama+life=KV blocks take the memory of steps": "a preload fits beside it",
     "llama+life=an unload keeps the weights": "MemoryNotReclaimed",
 }
 

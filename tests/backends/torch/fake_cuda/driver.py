@@ -22,12 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hotswap.kernels import calls
 from hotswap.kernels import targets as kernel_targets
 
-__all__ = ["DEVICE", "Copies", "Driver", "Stream"]
+__all__ = ["DEVICE", "FREE_BYTES", "STEP_BYTES", "Copies", "Driver", "Stream"]
 
 DEVICE = torch.device("cuda:0")
 PROPERTIES = SimpleNamespace(
     major=9, minor=0, name="NVIDIA H100", multi_processor_count=132, gcnArchName="", total_memory=80 << 30
 )
+# What is free on the device, and the most that steps allocate there: no tensor has memory.
+FREE_BYTES, STEP_BYTES = 24 << 20, 8 << 20
 
 
 class Stream:
@@ -86,6 +88,10 @@ class Driver:
         cuda.get_device_properties = lambda device=None: PROPERTIES
         cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
         cuda.device = lambda device: nullcontext()
+        cuda.mem_get_info = lambda device=None: (FREE_BYTES, PROPERTIES.total_memory)
+        cuda.memory_reserved = cuda.memory_allocated = lambda device=None: 0
+        cuda.reset_peak_memory_stats = lambda device=None: None
+        cuda.max_memory_allocated = lambda device=None: STEP_BYTES
         cuda.Stream, cuda.stream = lambda device=None: Stream(self), self._on
         cuda.current_stream = lambda device=None: self.current
         vars(fakes)["CONSTANT_NUMEL_LIMIT"] = -1  # tensors that are made of numbers have no values

@@ -13,6 +13,7 @@ from hotswap.backends.torch import buffers, device_attention, gathered, sampling
 from hotswap.backends.torch.batch import Batch
 from hotswap.backends.torch.buffers import FlatBuffers
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.largest_step import LargestStep
 from hotswap.backends.torch.recurrent import StatePool
 from hotswap.kernels.kv_blocks import gather
 from hotswap.kernels.kv_blocks import launch as kv_launch
@@ -97,5 +98,6 @@ _FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a copy does not wait for steps under way": (Stream, "wait_stream", lambda *_: None),
     "KV blocks leave before their copy has ended": (KVCache, "save_staged", _save_without_wait),
     "snapshots of states are read": (StatePool, "copy", _copy_and_read),
+    "KV blocks take the memory of steps": (LargestStep, "size_bytes", lambda *_: 0),
     "an unload keeps the weights": (FlatBuffers, "release", _release_nothing),
 }

@@ -29,7 +29,7 @@ from hotswap.backends.torch.migration import MigrationContext
 from hotswap.backends.torch.modeling import SkeletonCache
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.backends.torch.weights import layout
-from tests.backends.torch.fake_cuda.driver import DEVICE, Driver
+from tests.backends.torch.fake_cuda.driver import DEVICE, FREE_BYTES, STEP_BYTES, Driver
 
 __all__ = ["StagingStore", "live", "run_inline"]
 
@@ -210,6 +210,24 @@ async def live(store: StagingStore) -> None:
         await a.unload()
         await b.unload()
         assert a.status().weight_bytes == b.status().weight_bytes == 0
+    await _take_rest(one, store)
+
+
+async def _take_rest(model: ModelCard, store: StagingStore) -> None:
+    """Load a model without numbers: KV blocks take what steps, adapters and a preload leave."""
+    async with TorchEngine("c", device=str(DEVICE), adapter_bytes="1 MiB") as c:
+        await c.load(model, store)
+        assert (c.status().max_requests, c.token_budget) == (128, 2048)
+        left_bytes, block_bytes = _left_bytes(c)
+        assert abs(left_bytes - model.weight_bytes) <= block_bytes, "a preload fits beside it"
+        await c.unload()
+
+
+def _left_bytes(on: TorchEngine) -> tuple[int, int]:
+    """Return what KV blocks, states, steps and adapters of 1 MiB leave free, and the size of a block."""
+    pool = on._models._pool
+    assert pool is not None
+    return FREE_BYTES - STEP_BYTES - (1 << 20) - pool.size_bytes, pool.cache.block_bytes
 
 
 def _request(model: ModelCard, number: int, chosen: Sampling) -> Request:
