@@ -26,10 +26,13 @@ _DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
 def programs(target: Target) -> Iterable[Program]:
     """Return the programs of a model with FP8 weights on a target.
 
-    There are four programs for each tile, which cover all pairs of: groups or channels, split K or not, even
-    sizes without a bias or ragged sizes with a bias. fp16 differs by a simpler conversion only.
+    There are four programs for each tile of the heuristic, which cover all pairs of: groups or channels,
+    split K or not, even sizes without a bias or ragged sizes with a bias. fp16 differs by its conversion
+    only. A tile that was measured has run on its device, as one that fits: it is compiled once.
     """
-    for tile in sorted(tiles(target), key=repr):
+    for tile in sorted(measured(target) - by_rule(target), key=repr):
+        yield fused(tile, target, "bf16", 128, split=True)
+    for tile in sorted(by_rule(target), key=repr):
         yield fused(tile, target, "bf16", 128, split=True)
         yield fused(tile, target, "bf16", 128, split=False, ragged=True)
         yield fused(tile, target, "bf16", None, split=True, ragged=True)

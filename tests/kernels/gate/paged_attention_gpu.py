@@ -33,7 +33,7 @@ def programs(target: Target) -> Iterable[Program]:
     packed = call.pack_call(mask, Visible.empty(4, 600, mask.device))
     yield program_of("pack", packed, limits=Limits(registers=128, mma=False))
     # All layers where most of them run, and the narrowest and the widest on every target.
-    chosen = SHAPES if target.name in {"sm_80", "sm_90", "gfx942"} else {"Qwen2 0.5B", "Gemma 2B"}
+    chosen = SHAPES if target.name == "sm_90" else {"Qwen2 0.5B", "Gemma 2B"}
     for name, shape in SHAPES.items():
         if name not in chosen:
             continue

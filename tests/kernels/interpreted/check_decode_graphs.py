@@ -96,11 +96,15 @@ async def serve(
         return await run_clients(engine, plans), expected
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
-async def test_tokens_equal_generate(architecture: str, made: list[DecodeGraphs]) -> None:
-    received, expected = await serve(architecture)
+@pytest.mark.parametrize(
+    ("architecture", "lengths", "count"), [("llama", LENGTHS, COUNT), ("gpt_oss", (2, 19), 8)]
+)
+async def test_tokens_equal_generate(
+    architecture: str, lengths: Sequence[int], count: int, made: list[DecodeGraphs]
+) -> None:
+    received, expected = await serve(architecture, lengths, count)
     assert received == expected
-    assert sum(graphs.num_replayed for graphs in made) >= COUNT // 2, "too few steps were run by graphs"
+    assert sum(graphs.num_replayed for graphs in made) >= count // 2, "too few steps were run by graphs"
 
 
 async def test_a_model_whose_steps_cannot_be_captured_is_served_launch_by_launch(
