@@ -16,7 +16,7 @@ from hotswap import Model, ModelId, Request, RequestId, Sampling
 from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.stores.convert import convert
-from hotswap.backends.torch import TorchEngine, runner
+from hotswap.backends.torch import TorchEngine, smaller_steps
 from hotswap.backends.torch.fp8 import SCHEMES
 from hotswap.backends.torch.sampling import Choice, Sampler
 
@@ -43,7 +43,7 @@ async def perplexity(
         seen.extend(logits.clone())
         return [Choice(ids[given + index]) for index in indices]
 
-    monkeypatch.setattr(runner, "sample", recite)
+    monkeypatch.setattr(smaller_steps, "sample", recite)
     sampling = Sampling(max_tokens=len(ids) - given, ignore_eos=True)
     request = Request(id=RequestId("r"), model=M, prompt=tuple(ids[:given]), sampling=sampling)
     async with (

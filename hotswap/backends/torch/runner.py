@@ -17,9 +17,9 @@ from hotswap.backends.torch.device import is_out_of_memory
 from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Work
 from hotswap.backends.torch.masks import Masks, MaskThread
-from hotswap.backends.torch.sampling import Choice, sample
+from hotswap.backends.torch.sampling import Choice
 from hotswap.backends.torch.sequence import Chunk, Sequence
-from hotswap.backends.torch.smaller_steps import compute_in_parts
+from hotswap.backends.torch.smaller_steps import compute_in_parts, sample_in_parts
 from hotswap.errors import HotswapError, InstanceError
 from hotswap.request import FinishReason, ScoredPrompt, TokenLogprob
 
@@ -326,9 +326,8 @@ class Runner:
         rows = logits if len(fresh) == len(logits) else logits[fresh]
         samplers, indices = [s.sampler for s in sampling], [s.index for s in sampling]
         masks = step.masks.result() if step.masks is not None else ()
-        choices = sample(
-            rows, samplers, indices, self._space, [masks[step.rows[row]] for row in fresh] if masks else ()
-        )
+        chosen = [masks[step.rows[row]] for row in fresh] if masks else []
+        choices = sample_in_parts(rows, samplers, indices, self._space, chosen)
         return tuple(self._extend(s, choice) for s, choice in zip(sampling, choices, strict=True))
 
     def _extend(self, sequence: Sequence, choice: Choice) -> Sampled:

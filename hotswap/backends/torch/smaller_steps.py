@@ -1,4 +1,4 @@
-"""A step that ran out of memory, computed again in parts.
+"""A step that ran out of memory, computed and sampled again in parts.
 
 Parts give the tokens that the step would have given: each writes the keys and values that the next one reads.
 Recurrent states are changed by a part of a step that failed, so that models which keep them compute their
@@ -7,16 +7,22 @@ requests anew instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hotswap.backends.torch.device import is_out_of_memory
+from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Piece, Work
+from hotswap.backends.torch.masks import Mask
+from hotswap.backends.torch.sampling import Choice, Sampler, sample
 
-__all__ = ["compute_in_parts"]
+__all__ = ["compute_in_parts", "sample_in_parts"]
+
+_log = logging.getLogger("hotswap")
 
 # A step is halved so many times: to a sixteenth.
 _MOST_HALVINGS = 4
@@ -37,6 +43,35 @@ def compute_in_parts(forward: Forward, work: Work) -> Tensor:
     """
     parts = list(_computed(forward, work, _MOST_HALVINGS))
     return torch.cat(parts)
+
+
+def sample_in_parts(
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    indices: Sequence[int],
+    space: Workspace,
+    masks: Sequence[Mask | None] = (),
+) -> list[Choice]:
+    """Return the next token of each request as `sample` does; in halves where memory lacks for all rows.
+
+    A row's token depends on no other row, and `sample` does not change the logits.
+
+    Raises:
+        Exception: one row failed, or all by another error than a lack of memory.
+    """
+    try:
+        return sample(logits, samplers, indices, space, masks)
+    except Exception as exc:
+        if len(samplers) == 1 or not is_out_of_memory(exc):
+            raise
+    _log.warning("Sampling of %d rows ran out of memory; it goes on with half of them.", len(samplers))
+    half = len(samplers) // 2
+    parts = (slice(0, half), slice(half, None))
+    return [
+        choice
+        for part in parts
+        for choice in sample_in_parts(logits[part], samplers[part], indices[part], space, masks[part])
+    ]
 
 
 def _computed(forward: Forward, work: Work, halvings: int) -> Iterator[Tensor]:

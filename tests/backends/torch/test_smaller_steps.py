@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hotswap import Sampling
+from hotswap.backends.torch import smaller_steps
+from hotswap.backends.torch.distribution import Workspace
 from hotswap.backends.torch.forward import Forward, Piece, Work
-from hotswap.backends.torch.smaller_steps import compute_in_parts
+from hotswap.backends.torch.sampling import Choice, Sampler, sample
+from hotswap.backends.torch.smaller_steps import compute_in_parts, sample_in_parts
 
 
 class Rows:
@@ -78,3 +84,31 @@ def test_halving_ends() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         run(rows, Work((Piece(list(range(1024)), 0, [1], True),)))
     assert [part.num_tokens for part in rows.works] == [512, 256, 128, 64]
+
+
+def most_rows(most: int) -> Callable[..., Any]:
+    """Sampling that has memory for so many rows."""
+
+    def limited(logits: Tensor, *given: Any) -> list[Choice]:
+        if len(logits) > most:
+            raise torch.OutOfMemoryError("no memory")
+        return sample(logits, *given)
+
+    return limited
+
+
+@given(count=st.integers(1, 9), most=st.integers(1, 9), seed=st.integers(0, 99))
+def test_rows_that_are_sampled_in_parts_get_the_same_tokens(count: int, most: int, seed: int) -> None:
+    logits = torch.randn(count, 50, generator=torch.Generator().manual_seed(seed))
+    samplings = (Sampling(), Sampling(temperature=1.0, seed=seed, logprobs=2), Sampling(repetition_penalty=2))
+    samplers = [Sampler(samplings[row % 3], (), (1, 2, 3)) for row in range(count)]
+    given = (logits, samplers, list(range(count)), Workspace())
+    expected = sample(*given)
+    with patch.object(smaller_steps, "sample", most_rows(most)):
+        assert sample_in_parts(*given) == expected
+
+
+def test_a_row_that_cannot_be_sampled_raises() -> None:
+    samplers = [Sampler(Sampling(), (), ())] * 4
+    with patch.object(smaller_steps, "sample", most_rows(0)), pytest.raises(torch.OutOfMemoryError):
+        sample_in_parts(torch.zeros(4, 9), samplers, [0] * 4, Workspace())
