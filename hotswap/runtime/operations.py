@@ -178,8 +178,10 @@ class Operations:
         try:
             await self.supervisor.start(engine)
             self._state.add(engine)
-        finally:
-            self._starting.discard(engine.id)
+        except BaseException:
+            await self._stop(engine.id)
+            raise
+        self._starting.discard(engine.id)
         self._state.events.note("instance_added", instance=engine.id)
         self._state.tell(Change.INSTANCES)
 

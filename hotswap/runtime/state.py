@@ -128,9 +128,10 @@ class FleetState(Registry):
         check_strings(ConfigError, **{"engine.id": getattr(engine, "id", None)})
         if engine.id in self.instances:
             raise ConfigError(f"There is an instance {engine.id!r} already; give the engine another id.")
-        instance = self.instances[engine.id] = Instance(engine, self.models.values())
-        self.index.add(instance.id, instance)
+        instance = Instance(engine, self.models.values())
         instance.polled = not engine.watch(self.index.listener(instance.id))
+        self.instances[engine.id] = instance
+        self.index.add(instance.id, instance)
         self._note(instance)
         return instance
 

@@ -12,7 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from hotswap import Fleet, InstanceId, InstanceState, Sampling
-from hotswap.abc import Engine, WrapperEngine
+from hotswap.abc import Engine, ModelCard, StatusListener, WrapperEngine
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError, HotswapError, InstanceError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
@@ -182,6 +182,39 @@ async def test_the_id_of_an_engine_that_could_not_start_is_free_again() -> None:
                 await fleet.add(Slow("new"))
         await fleet.add(Slow("new"))
         assert ids(fleet) == {"e0", "new"}
+
+
+class Faulty(Slow):
+    """Raises an error of its own in one of the calls with which a fleet takes it in."""
+
+    faulty = ""
+
+    def check_model(self, model: ModelCard) -> None:
+        if self.faulty == "check_model":
+            raise OSError("check_model")
+
+    def watch(self, listener: StatusListener) -> bool:
+        if self.faulty == "watch":
+            raise OSError("watch")
+        return super().watch(listener)
+
+
+@pytest.mark.parametrize("call", ["check_model", "watch"])
+@virtual_time
+async def test_an_engine_that_fails_as_it_is_taken_in_is_stopped_and_its_id_free(call: str) -> None:
+    engine = Faulty("new")
+    async with fleet_of("a", engines=1) as fleet:
+        engine.faulty = call
+        for _ in range(2):
+            with pytest.raises(OSError, match=call):
+                await fleet.add(engine)
+            assert engine.num_starts == engine.num_stops
+            assert ids(fleet) == {"e0"}
+        engine.faulty = ""
+        await fleet.add(engine)
+        await fleet.swap("new", to="a")
+        await read(fleet, "a", (1,), SOME)
+    assert engine.num_starts == engine.num_stops == 3
 
 
 # ---------------------------------------------------------------- engines in use
