@@ -233,6 +233,7 @@ class Fleet(Requests, AsyncContextManagerMixin):
         """Drain an instance, unload it, let it go and stop its engine.
 
         Errors and cancellation are those of `drain` and `unload`; the instance stays if one of them fails.
+        `SwapRefused` ends it when the instance is swapped or reopened meanwhile, which stays then.
         An engine that fails as it stops has left all the same, and its error is raised as an
         `InstanceError`.
         """

@@ -195,10 +195,11 @@ class Operations:
 
     async def _let_go(self, instance: str, deadline_s: float | None, reason: str) -> DrainRecord:
         """Take an empty instance out of the fleet; its id is free once it has stopped."""
+        await self._restarted(self._state.instance(instance))
         chosen = self._state.instance(instance)
-        await self._restarted(chosen)
-        with self._closed(self._state.instance(instance)):
+        with self._closed(chosen):
             record = await self._empty(chosen, deadline_s, None, reason)
+            _check_closed(chosen)
             await self._unload_unless_lost(chosen, reason)
         self._state.remove(chosen)
         self._state.events.note("instance_removed", instance=chosen.id, reason=reason)
@@ -216,7 +217,7 @@ class Operations:
     async def _unload_unless_lost(self, instance: Instance, reason: str) -> None:
         await self._restarted(instance)
         try:
-            if instance.status().state is not InstanceState.EMPTY:
+            if instance.swapping or instance.status().state is not InstanceState.EMPTY:
                 await self._swap(instance, None, deadline_s=0.0, reason=reason)
         except InstanceError as exc:
             if isinstance(exc, SwapRefused) or not _is_lost(instance):
@@ -225,8 +226,9 @@ class Operations:
 
     async def _restarted(self, instance: Instance) -> None:
         """Wait while the control loop tries to restart a lost instance."""
-        while instance.swapping and instance.status().state is InstanceState.LOST:
-            await self._state.changed(self._state.version)
+        if instance.swapping and _is_lost(instance):
+            while instance.swapping:
+                await self._state.changed(self._state.version)
 
     async def replace(
         self, instance: str, by: Engine, *, deadline_s: float | None, reason: str
@@ -279,6 +281,7 @@ class Operations:
                 self._redirect(instance, new)
             with self._closed(instance):
                 await self._empty(instance, None, None, reason)
+                _check_closed(instance)
                 # Its requests may have come back to the queue, from an engine that evicted them.
                 if turns := not (was_open and self._is_awaited(instance, old, new, streams)):
                     await self._swap(instance, new, deadline_s=0.0, reason=reason)
@@ -346,6 +349,12 @@ class Operations:
 def _check_engine(name: str, engine: Engine) -> None:
     check_kind(ConfigError, name, engine, Engine)
     check_strings(ConfigError, **{f"{name}.id": getattr(engine, "id", None)})
+
+
+def _check_closed(instance: Instance) -> None:
+    """Raise `SwapRefused` if an instance was reopened by hand while it was emptied to be swapped or to go."""
+    if not instance.draining:
+        raise SwapRefused(f"Instance {instance.id!r} was reopened while it was emptied; it stays as it is.")
 
 
 def _is_lost(instance: Instance) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from hotswap import Fleet, InstanceId, InstanceState, Sampling
-from hotswap.abc import Engine, ModelCard, StatusListener, WrapperEngine
+from hotswap.abc import Engine, EngineStatus, ModelCard, StatusListener, WrapperEngine
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError, HotswapError, InstanceError, SwapFailed, SwapRefused
 from hotswap.offline.virtual_time import virtual_time
@@ -46,6 +46,13 @@ class Slow(SimEngine):
                 await anyio.sleep(self.stop_s)
         finally:
             self.num_stops += 1
+
+
+class Full(Slow):
+    """Has no room for a request."""
+
+    def status(self) -> EngineStatus:
+        return super().status().updated(max_requests=0)
 
 
 def ids(fleet: Fleet) -> set[str]:
@@ -215,6 +222,62 @@ async def test_an_engine_that_fails_as_it_is_taken_in_is_stopped_and_its_id_free
         await fleet.swap("new", to="a")
         await read(fleet, "a", (1,), SOME)
     assert engine.num_starts == engine.num_stops == 3
+
+
+# ---------------------------------------------------------------- two operations on one instance
+
+
+@pytest.mark.parametrize("turns_before_the_swap", range(6))
+@virtual_time
+async def test_an_empty_instance_that_is_swapped_while_it_is_removed_stays_or_is_gone(
+    turns_before_the_swap: int,
+) -> None:
+    outcomes: list[object] = []
+    engine = Slow("e1")
+    async with fleet_of("a", engines=[Slow("e0"), engine]) as fleet:
+
+        async def swap() -> None:
+            for _ in range(turns_before_the_swap):
+                await checkpoint()
+            await outcome(fleet.swap("e1", to="a"), outcomes)
+
+        async with anyio.create_task_group() as operators:
+            operators.start_soon(outcome, fleet.remove("e1"), outcomes)
+            operators.start_soon(swap)
+        if "e1" in ids(fleet):
+            assert SwapRefused in outcomes, "the removal"
+            assert fleet.view().instance(InstanceId("e1")).state is InstanceState.SERVING
+            await read(fleet, "a", (1,), SOME)
+        else:
+            assert ConfigError in outcomes, "the swap"
+            assert engine.num_stops == 1
+        idle(fleet)
+
+
+@pytest.mark.parametrize("operation", ["remove", "replace", "roll"])
+@virtual_time
+async def test_an_instance_that_is_reopened_while_it_is_emptied_stays_as_it_is(operation: str) -> None:
+    """Its requests go on where they are: none is evicted."""
+    async with fleet_of("a", "b", engines=1) as fleet:
+        await fleet.swap("e0", to="a")
+        work: dict[str, Callable[[], Awaitable[object]]] = {
+            "remove": lambda: fleet.remove("e0"),
+            "replace": lambda: fleet.replace("e0", by=Full("new")),
+            "roll": lambda: fleet.roll("a", to="b"),
+        }
+        outcomes: list[object] = []
+        async with fleet.stream("a", (1,), LONG) as stream, anyio.create_task_group() as operators:
+            await anext(stream)
+            operators.start_soon(lambda: outcome(work[operation](), outcomes))
+            await until(lambda: fleet.view().instance(E0).draining)
+            fleet.reopen("e0")
+            await stream.collect()
+        assert outcomes == [SwapRefused]
+        assert stream.num_hops == 1
+        assert ids(fleet) == {"e0"}
+        assert fleet.view().instance(E0).model == "a"
+        await read(fleet, "a", (1,), SOME)
+        idle(fleet)
 
 
 # ---------------------------------------------------------------- engines in use
