@@ -300,9 +300,8 @@ class Models:
             await self._state.changed(self._state.version)
 
     def _end_requests(self, model: ModelId) -> None:
-        error = UnknownModel(f"Model {model!r} was removed from the fleet; ask for another.")
         for request in self._under_way(model):
-            request.abort(error)
+            request.abort(UnknownModel(f"Model {model!r} was removed from the fleet; ask for another."))
 
     async def _unload_everywhere(self, model: ModelId) -> None:
         while view := self._holder(model):

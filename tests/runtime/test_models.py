@@ -316,6 +316,7 @@ async def test_after_the_deadline_of_a_removal_its_requests_end_by_an_error_that
             await fleet.models.remove("m3", deadline_s=deadline_s)
             assert ended_s == pytest.approx([started_s + deadline_s] * 5, abs=1e-9)
         assert all(type(error) is not FleetClosed and "m3" in str(error) for error in errors)
+        assert len(set(map(id, errors))) == 5, "each client has its own, with its own traceback"
         assert fleet.view().instance(E0).state is InstanceState.EMPTY
         assert registered(fleet) == ["a"]
         idle(fleet)
