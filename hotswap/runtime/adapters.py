@@ -117,7 +117,11 @@ class Adapters:
             ConfigError: it has the source that the old version has, or its model was rolled to another.
             UnsupportedAdapter, StoreError, SourceChanged: the new version cannot be had.
             InstanceError: an engine failed to take it.
+            FleetClosed: the fleet is not open, or closed meanwhile.
         """
+        return await self._lifetime.run(self._update(adapter), "the update of an adapter")
+
+    async def _update(self, adapter: Adapter) -> Adapter:
         check_kind(ConfigError, "adapter", adapter, Adapter)
         self._refuse_rolled(adapter.model)
         async with self._updating:

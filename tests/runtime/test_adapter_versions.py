@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from hotswap import Adapter, AdapterId, Fleet, Sampling
-from hotswap.errors import ConfigError, InstanceError, ShardMissing, UnknownAdapter
+from hotswap.errors import ConfigError, FleetClosed, InstanceError, ShardMissing, UnknownAdapter
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing.cancel import cancel_everywhere
 from tests.runtime.support import PROFILE, Idle, expected, idle, sim_fleet, until
@@ -339,6 +339,22 @@ async def test_what_was_removed_while_its_update_was_read_stays_removed() -> Non
             await anyio.sleep(PROFILE.adapter_s / 2)
             await fleet.adapters.remove("a", "sql")
         assert (list(fleet.adapters), held(fleet)) == ([], [set()])
+
+
+@virtual_time
+async def test_an_update_ends_with_the_fleet_and_changes_nothing_then() -> None:
+    fleet = fleet_of(Counting("e0"))
+
+    async def update() -> None:
+        with pytest.raises(FleetClosed):
+            await fleet.adapters.update(NEW)
+
+    async with anyio.create_task_group() as tasks, fleet:
+        await fleet.swap("e0", to="a")
+        tasks.start_soon(update)
+        await anyio.sleep(PROFILE.adapter_s / 2)
+    await update()
+    assert [adapter.source for adapter in fleet.adapters] == [OLD.source]
 
 
 @virtual_time
