@@ -33,6 +33,7 @@ from hotswap.request import AdapterId, RequestId
 from hotswap.runtime.adapter_files import AdapterFiles
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.state import FleetState
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceId, InstanceState
 
@@ -282,7 +283,8 @@ class _AdapterCache:
         try:
             with self._telemetry.span(tm.SPAN_ADAPTER, attributes, parent=span) as load:
                 async with self._files.unchanged(adapter):
-                    await engine.load_adapter(adapter)
+                    with no_stray_cancellation(f"The load of adapter {adapter.version!r}"):
+                        await engine.load_adapter(adapter)
                 seconds = current_time() - started_s
                 load.set_attribute(tm.SECONDS, seconds)
             self._require_held(adapter)
@@ -352,7 +354,8 @@ class _AdapterCache:
             while self._users[adapter]:
                 self._returned = anyio.Event()
                 await self._returned.wait()
-            await engine.drop_adapter(adapter)
+            with no_stray_cancellation(f"The drop of adapter {adapter!r}"):
+                await engine.drop_adapter(adapter)
         finally:
             self._leaving = None
 

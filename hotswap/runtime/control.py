@@ -29,6 +29,7 @@ from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.views import lend
 from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsNodes, SupportsPrefetch
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceId, InstanceState
 
@@ -180,7 +181,8 @@ class Control:
             if node and isinstance(store, SupportsNodes):
                 store = store.on(node)
             if isinstance(store, SupportsPrefetch):
-                await store.prefetch(model)
+                with no_stray_cancellation("The prefetch"):
+                    await store.prefetch(model)
         except Exception as exc:  # a store's own faults as well
             log.warning("Model %r was not prefetched: %s", model, exc, exc_info=_foreign(exc))
         finally:
@@ -200,7 +202,11 @@ class Control:
         wanted: tm.Attributes = {tm.INSTANCE: action.instance, tm.WANTED_BLOCKS: action.kv_blocks}
         try:
             async with self._resize_turn:
-                with anyio.fail_after(RESIZE_S), self._telemetry.span(tm.SPAN_RESIZE, wanted) as span:
+                with (
+                    anyio.fail_after(RESIZE_S),
+                    no_stray_cancellation("The resize"),
+                    self._telemetry.span(tm.SPAN_RESIZE, wanted) as span,
+                ):
                     reached = await engine.resize_kv(action.kv_blocks)
                     span.set_attributes({tm.REACHED_BLOCKS: reached, tm.REASON: action.reason})
         except Exception as exc:  # of an engine: the instance goes on as it is
@@ -227,7 +233,7 @@ class Control:
     async def _restart(self, instance: Instance) -> None:
         limit_s = self._swaps.limits.unload_s
         try:
-            with anyio.move_on_after(limit_s) as limit:
+            with anyio.move_on_after(limit_s) as limit, no_stray_cancellation("The unload"):
                 await instance.engine.unload()
             if limit.cancelled_caught:
                 raise TimeoutError(f"The unload took longer than its limit of {limit_s:g} s.")

@@ -29,6 +29,7 @@ from hotswap.runtime.queue import Standing, Ticket
 from hotswap.runtime.samples import SampleGroup
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.texts import ModelText
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.telemetry import Telemetry
 
@@ -387,6 +388,7 @@ class Flow:
         with (
             self.telemetry.span(tm.SPAN_HOP, attributes, parent=request.span, links=links) as span,
             request.hop(instance) as scope,
+            no_stray_cancellation(f"The stay of request {request.request.id!r} on {instance.id!r}"),
         ):
             async with (
                 self.adapters.held(request.adapter, request.request.id, instance, span),

@@ -10,6 +10,7 @@ from hotswap import telemetry as tm
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.kv_store import KVStore
 from hotswap.runtime.state import FleetState
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.telemetry import Telemetry
 
 __all__ = ["AHEAD", "CHUNK_BYTES", "KVContext", "logged"]
@@ -39,7 +40,8 @@ class KVContext:
 def logged(what: str, of: str) -> Generator[None]:
     """Log why something of a request or an instance was not done; it goes on without."""
     try:
-        yield
+        with no_stray_cancellation("Copying them"):
+            yield
     except (MigrationAborted, InstanceLost) as exc:
         level = logging.DEBUG if what == AHEAD else logging.INFO  # what is left is tried once more
         log.log(level, "KV blocks of %r were not %s: %s", of, what, exc)

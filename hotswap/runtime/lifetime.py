@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 
 from hotswap.errors import FleetClosed, HotswapError, WrongLoop
+from hotswap.stray_cancellation import no_stray_cancellation
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -79,7 +80,8 @@ class Lifetime:
         with anyio.CancelScope() as scope:
             tasks.start_soon(_end_with_fleet, scope, ended, name=what)
             try:
-                return await work
+                with no_stray_cancellation(what):
+                    return await work
             finally:
                 ended.set()
         raise FleetClosed(f"The fleet closed before {what} ended; nothing is lost.")

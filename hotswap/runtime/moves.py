@@ -21,6 +21,7 @@ from hotswap.runtime.adapter_cache import AdapterCaches
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.move import MigrationLimits, Move
 from hotswap.runtime.state import FleetState
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Moves:
         outcome: MigrationOutcome = "cancelled"
         error: BaseException | None = None
         try:
-            with self._taking_part(move), move.unless_in_vain():
+            with self._taking_part(move), move.unless_in_vain(), no_stray_cancellation("The move"):
                 outcome = await self._carry_out(move, choice.method, may_fall_back=method is None)
         except Exception as exc:
             outcome, error = ("finished" if active.finished else "aborted"), exc

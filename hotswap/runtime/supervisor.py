@@ -14,6 +14,7 @@ from hotswap.engine import Engine
 from hotswap.errors import ConfigError, InstanceError
 from hotswap.kv_store import KVStore
 from hotswap.store import WeightStore
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.view import InstanceId
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class EngineSupervisor(AsyncContextManagerMixin):
 
     async def _keep(self, started: _Started) -> None:
         try:
-            with started.scope:
+            with started.scope, no_stray_cancellation(f"Engine {started.engine.id!r}"):
                 async with AsyncExitStack() as stack:
                     await enter(stack, started.engine, f"Engine {started.engine.id!r}")
                     started.is_ready = True

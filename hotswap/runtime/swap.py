@@ -32,6 +32,7 @@ from hotswap.runtime.instance import Instance
 from hotswap.runtime.kv_saving import Saved
 from hotswap.runtime.offload import Offload, beside
 from hotswap.runtime.state import FleetState
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.telemetry import Telemetry
 from hotswap.view import InstanceState
 
@@ -198,7 +199,8 @@ class SwapJob:
             return
         with anyio.move_on_after(self.limits.unload_s, shield=True):
             try:
-                await engine.drop_preload()
+                with no_stray_cancellation("Dropping what was preloaded"):
+                    await engine.drop_preload()
             except InstanceLost:  # and what it had preloaded with it
                 return
             except Exception as exc:  # what broke the swap, or cancelled it, is what the caller must see
@@ -214,7 +216,7 @@ class SwapJob:
         try:
             with self.telemetry.span(tm.SPAN_PHASE.format(name), parent=span) as phase:
                 try:
-                    with anyio.move_on_after(limit_s) as limit:
+                    with anyio.move_on_after(limit_s) as limit, no_stray_cancellation(f"the {name}"):
                         yield
                     if limit.cancelled_caught:
                         raise TimeoutError(f"{name} took longer than its limit of {limit_s:g} s.")
