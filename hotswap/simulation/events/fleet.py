@@ -40,5 +40,5 @@ class EventFleet(Core):
         )
         request = SimulatedRequest(new, self, number, listener)
         self.state.begin(request)
-        request.start()
+        request.begin()
         return request

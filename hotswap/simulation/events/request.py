@@ -45,7 +45,7 @@ class SimulatedRequest(ActiveRequest):
         error: What ended it, `None` if it has all its tokens.
     """
 
-    __slots__ = ("__weakref__", "_core", "_ended", "_event", "_is_answered", "_left", "_listener", "_loading",
+    __slots__ = ("__weakref__", "_begun", "_core", "_ended", "_event", "_is_answered", "_left", "_listener", "_loading",
         "_num_before", "_restored", "_sequence", "_standing", "_ticket", "error", "first_s", "number",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class SimulatedRequest(ActiveRequest):
         self.error: Exception | None = None
         self._core, self._listener, self._standing = core, listener, ORDINARY
         self._ticket: Ticket | None = None
-        self._ended = self._is_answered = False
+        self._begun = self._ended = self._is_answered = False
         self._sequence: Counted | None = None
         self._left: anyio.Event | None = None  # its adapter is held until then
         self._event: Event = _INTERRUPTED
@@ -90,9 +90,10 @@ class SimulatedRequest(ActiveRequest):
     # ------------------------------------------------------------------ what its ticket sets
 
     def set(self) -> None:
-        """Take the answer, in the next turn of the loop."""
+        """Take the answer, in the next turn of the loop; a client's task has to begin before."""
         self._is_answered = True
-        asyncio.get_running_loop().call_soon(self._take)
+        if self._begun:
+            asyncio.get_running_loop().call_soon(self._take)
 
     def is_set(self) -> bool:
         """Return whether there is an answer."""
@@ -123,6 +124,16 @@ class SimulatedRequest(ActiveRequest):
             self._leave(_FINISHED if error is None else departure(error))
 
     # ------------------------------------------------------------------ its states
+
+    def begin(self) -> None:
+        """Ask for an instance for the first time."""
+        asyncio.get_running_loop().call_soon(self._note_begin)
+        self.start()
+
+    def _note_begin(self) -> None:
+        self._begun = True
+        if self._is_answered:
+            self.set()
 
     def start(self) -> None:
         """Ask for an instance; one that was found is taken in the next turn of the loop."""
