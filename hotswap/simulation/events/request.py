@@ -46,7 +46,8 @@ class SimulatedRequest(ActiveRequest):
     """
 
     __slots__ = ("__weakref__", "_begun", "_core", "_ended", "_event", "_is_answered", "_left", "_listener",
-        "_loading", "_num_before", "_restored", "_sequence", "_standing", "_ticket", "error", "first_s", "number",
+        "_loading", "_num_before", "_restored", "_sequence", "_standing", "_ticket",
+        "error", "first_s", "number",
     )  # fmt: skip
 
     def __init__(self, new: NewRequest, core: Core, number: int, listener: RequestListener) -> None:
