@@ -74,8 +74,11 @@ class ElasticBlocks(BlockPool):
         self._memory.give(size_bytes)
 
     def grow(self, count: int) -> bool:
-        if self._add(count):
-            return True
+        room = self._room
+        if 0 < count <= room:
+            more = min(room, max(count, self.most_blocks // _GRAIN))
+            if self._add(more if more * self._size <= self._memory.available_bytes else count):
+                return True
         self._is_short = True
         return False
 
@@ -100,17 +103,17 @@ class ElasticBlocks(BlockPool):
             self._give(min(self.num_blocks - target, self.num_free))
         elif target > self.num_blocks:
             available = self._memory.available_bytes // max(1, self._size)
-            self._add(min(target - self.num_blocks, available))
+            self._add(min(target - self.num_blocks, available, self._room))
         return self.num_blocks
 
-    def _add(self, count: int) -> bool:
+    @property
+    def _room(self) -> int:
+        """The blocks by which the pool may grow, if the budget has memory for them."""
         limit = self.reachable_blocks if self._limit is None else min(self._limit, self.reachable_blocks)
-        room = limit - self.num_blocks
-        if count > room or count <= 0:
-            return False
-        more = min(room, max(count, self.most_blocks // _GRAIN))
-        count = more if more * self._size <= self._memory.available_bytes else count
-        if not self._memory.take_kv(count * self._size):
+        return limit - self.num_blocks
+
+    def _add(self, count: int) -> bool:
+        if count <= 0 or not self._memory.take_kv(count * self._size):
             return False
         self.restore(count)
         return True
