@@ -279,7 +279,7 @@ class WrapperEngine(Engine):
     """Forwards everything to another engine: subclass it and override what should differ.
 
     It has no optional ability, save that the fleet asks the wrapped engine for `SupportsModelCheck`,
-    `SupportsModelTrial` and `SupportsKVLimit` where a subclass has not got it.
+    `SupportsModelTrial`, `SupportsKVLimit` and `SupportsResize` where a subclass has not got it.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -191,11 +191,11 @@ class Control:
     def _start_resize(self, action: Resize, tasks: TaskGroup) -> None:
         instance = self._state.instance(action.instance)
         check_counts(ConfigError, 1, kv_blocks=action.kv_blocks)
-        if not isinstance(instance.engine, SupportsResize):
+        if (engine := instance.resizable) is None:
             raise ConfigError(f"Engine {instance.id!r} cannot resize its KV pool; plan no `Resize` for it.")
         if (view := instance.view()).free and view.hosted is not None and instance.id not in self._resizing:
             self._resizing.add(instance.id)
-            tasks.start_soon(self._resize, action, instance.engine, name=f"resize {instance.id}")
+            tasks.start_soon(self._resize, action, engine, name=f"resize {instance.id}")
 
     async def _resize(self, action: Resize, engine: SupportsResize) -> None:
         """Resize a pool once those planned before are, whose memory it may take."""

@@ -16,6 +16,7 @@ from hotswap.engine import (
     SupportsKVLimit,
     SupportsModelCheck,
     SupportsModelTrial,
+    SupportsResize,
     WrapperEngine,
 )
 from hotswap.errors import InstanceError, UnsupportedModel
@@ -182,6 +183,11 @@ class Instance:
         if engine is not None:
             with self._noting(model):
                 engine.check_model(model)
+
+    @property
+    def resizable(self) -> SupportsResize | None:
+        """What resizes its KV pool; `None` if neither its engine can, nor one that this wraps."""
+        return cast("SupportsResize | None", _beneath(self.engine, SupportsResize))
 
     @property
     def tries_models(self) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from hotswap import Adapter, Model, ModelId, Request, TierView
+from typing import Any
+
+from hotswap import Adapter, DeviceBudget, Model, ModelId, Request, TierView
 from hotswap.abc import Engine, ModelCard
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.testing.conformance import EngineConformance, WeightStoreConformance
+from hotswap.testing.conformance.engine_resize import ResizeChecks
 
 PROFILE = DeviceProfile(memory_bytes=1 << 20)
+BLOCK_BYTES = 64
 QUICK = DeviceProfile(memory_bytes=1 << 20, floor_s=0.0005, base_s=0.0001, unload_s=0.0, adapter_s=0.001)
 
 
@@ -45,6 +49,30 @@ class TestSimEngineConformsInRealTime(TestSimEngineConforms):
 
     def make_engine(self) -> SimEngine:
         return self.make(SimEngine, QUICK)
+
+
+class TestSimEngineOfABudgetConforms(ResizeChecks):
+    can_resize = True
+    virtual = True
+    limit_s = 20.0
+    models = (Model("a"), Model("b"))
+
+    def make_engine(self) -> Any:
+        return SimEngine(
+            "e0",
+            PROFILE,
+            kv_blocks=200,
+            kv_block_tokens=4,
+            max_requests=16,
+            token_budget=24,
+            vocabulary=500,
+            device_budget=DeviceBudget(160_000 + 180 * BLOCK_BYTES),
+            floor_bytes=100_000 + 60 * BLOCK_BYTES,
+        )
+
+    def make_store(self) -> SimStore:
+        facts = {"kv_bytes_per_token": BLOCK_BYTES // 4}
+        return SimStore([sim_manifest("a", 100_000, **facts), sim_manifest("b", 60_000, **facts)])
 
 
 class TestSimStoreConforms(WeightStoreConformance):

@@ -36,6 +36,12 @@ class Plans(Scheduler):
         return actions
 
 
+class FixedEngine(SimEngine):
+    """An engine that cannot resize its KV pool."""
+
+    resize_kv = None  # type: ignore[assignment]
+
+
 def store() -> SimStore:
     facts: dict[str, Any] = {"max_context_tokens": 4096, "eos_token_ids": (0,), "kv_bytes_per_token": 64}
     return SimStore([sim_manifest(name, WEIGHT_BYTES, **facts) for name in "ab"])
@@ -139,7 +145,7 @@ async def test_a_pool_that_shrinks_below_its_requests_has_the_last_ones_compute_
 async def test_resizes_that_make_no_sense_are_logged(
     action: Resize, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engines = [sharing("e0", budget_of(256)), WrapperEngine(engine_of("plain"))]
+    engines = [sharing("e0", budget_of(256)), WrapperEngine(FixedEngine("plain", PROFILE))]
     plans = Plans(action)
     async with sim_fleet("a", "b", engines=engines, store=store(), scheduler=plans) as fleet:
         await until(lambda: not plans.actions)
@@ -147,6 +153,16 @@ async def test_resizes_that_make_no_sense_are_logged(
         assert fleet.view().instance(E0).num_kv_blocks == 64
     assert "was not begun" in caplog.text
     assert told in caplog.text
+
+
+@virtual_time
+async def test_a_wrapped_engine_is_resized_like_any_other() -> None:
+    budget, plans = budget_of(256), Plans()
+    engines = [WrapperEngine(WrapperEngine(sharing("e0", budget))), sharing("e1", budget)]
+    async with sim_fleet("a", engines=engines, store=store(), scheduler=plans, interval_s=0.1) as fleet:
+        await fleet.swap("e0", to="a")
+        plans.actions = (Resize(instance=E0, kv_blocks=100),)
+        await until(lambda: blocks(fleet) == [100, 0])
 
 
 @virtual_time

@@ -16,6 +16,7 @@ from hotswap.backends.remote.control import ControlLink
 from hotswap.backends.remote.linked import LinkedEngine, count_read
 from hotswap.backends.remote.moves import Migrates
 from hotswap.backends.remote.values import adapter_fields, card_fields
+from hotswap.checks import check_counts
 from hotswap.engine import (
     SupportsAdapters,
     SupportsGrammars,
@@ -23,8 +24,9 @@ from hotswap.engine import (
     SupportsModelCheck,
     SupportsModelTrial,
     SupportsPreload,
+    SupportsResize,
 )
-from hotswap.errors import HotswapError, InstanceError, UnsupportedModel
+from hotswap.errors import ConfigError, HotswapError, InstanceError, UnsupportedModel
 from hotswap.migration import SupportsMigration
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId
@@ -140,6 +142,17 @@ class _ChecksGrammars(LinkedEngine):
         await self._call("check_grammar", field=field, grammar=grammar)
 
 
+class _Resizes(LinkedEngine):
+    """See `SupportsResize`."""
+
+    async def resize_kv(self, num_blocks: int) -> int:
+        check_counts(ConfigError, 0, num_blocks=num_blocks)
+        link = self._linked()
+        answer = await link.call("resize_kv", num_blocks=num_blocks)
+        with link.reading():
+            return answer.fields.size("num_blocks")
+
+
 # By the names that hosts tell: what an engine is asked for, and the class that has its verbs at a controller.
 _ABILITIES: Final[dict[str, tuple[type, type[LinkedEngine]]]] = {
     "preload": (SupportsPreload, _Preloads),
@@ -148,6 +161,7 @@ _ABILITIES: Final[dict[str, tuple[type, type[LinkedEngine]]]] = {
     "model_trial": (SupportsModelTrial, _TriesModels),
     "grammars": (SupportsGrammars, _ChecksGrammars),
     "kv_limit": (SupportsKVLimit, _LimitsKV),
+    "resize": (SupportsResize, _Resizes),
     "migration": (SupportsMigration, Migrates),
 }
 

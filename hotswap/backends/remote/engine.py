@@ -55,10 +55,10 @@ class RemoteEngine(LinkedEngine):
     """An engine whose host is at the other end of a link; the host is an `EngineHost`.
 
     Once it is started it has the abilities of the host's engine (`SupportsAdapters`, `SupportsPreload`,
-    `SupportsMigration`, `SupportsModelCheck`, `SupportsModelTrial`, `SupportsGrammars`): its class is then a
-    subclass with their methods. It starts with the model that the host's engine serves, if it serves one.
-    Weights and adapters are read by the host, from its own store; the `store` of `load` and `preload` is told
-    how much.
+    `SupportsMigration`, `SupportsModelCheck`, `SupportsModelTrial`, `SupportsGrammars`, `SupportsKVLimit`,
+    `SupportsResize`): its class is then a subclass with their methods. It starts with the model that the
+    host's engine serves, if it serves one. Weights and adapters are read by the host, from its own store; the
+    `store` of `load` and `preload` is told how much.
 
     When the link ends, or the host is silent for `silence_s`, the engine is LOST with the reason: its streams
     and calls raise `InstanceLost`. `unload` opens a new link, and empties the host's engine. If that engine

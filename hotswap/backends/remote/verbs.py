@@ -23,6 +23,7 @@ from hotswap.engine import (
     SupportsModelCheck,
     SupportsModelTrial,
     SupportsPreload,
+    SupportsResize,
 )
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.metered_store import MeteredStore
@@ -111,6 +112,8 @@ class Verbs:
             case "check_grammar" if isinstance(engine, SupportsGrammars):
                 field, grammar = _text(fields, "field"), _text(fields, "grammar")
                 await run_in_thread(engine.check_grammar, field, grammar)
+            case "resize_kv" if isinstance(engine, SupportsResize):
+                call.answer(num_blocks=await engine.resize_kv(_size(fields, "num_blocks")))
             case "export" | "import" if isinstance(engine, SupportsMigration):
                 await self._lend(call, engine, message, payload)
             case _:

@@ -14,7 +14,14 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from hotswap.backends.notifier import StatusNotifier
-from hotswap.engine import Engine, StatusListener, SupportsAdapters, SupportsPreload, WrapperEngine
+from hotswap.engine import (
+    Engine,
+    StatusListener,
+    SupportsAdapters,
+    SupportsPreload,
+    SupportsResize,
+    WrapperEngine,
+)
 from hotswap.errors import InstanceLost, MigrationAborted, OutOfMemory
 from hotswap.migration import CachedKV, KVSink, KVSource, SupportsKVListing, SupportsMigration
 from hotswap.model import Adapter, ModelCard
@@ -54,6 +61,8 @@ def chaotic_engine(engine: Engine, random: Random, faults: EngineFaults | None =
         bases.append(_Migrating)
     if isinstance(engine, SupportsKVListing):
         bases.append(_Listing)
+    if isinstance(engine, SupportsResize):
+        bases.append(_Resizing)
     made = cast("type[ChaosEngine]", type("ChaosEngine", (*bases, ChaosEngine), {}))
     return made(engine, random, faults)
 
@@ -296,3 +305,13 @@ class _Listing(ChaosEngine):
         await self.late()
         self.abort_move("export")
         return await self.unless_lost(self.wrapped.cached_kv)
+
+
+class _Resizing(ChaosEngine):
+    """Resizes its KV pool as the wrapped engine does."""
+
+    async def resize_kv(self, num_blocks: int) -> int:
+        """See `SupportsResize`."""
+        assert isinstance(self.wrapped, SupportsResize)
+        await self.late()
+        return await self.unless_lost(partial(self.wrapped.resize_kv, num_blocks))

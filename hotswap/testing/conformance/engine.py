@@ -7,6 +7,7 @@ from hotswap.testing.conformance.engine_eviction import EvictionChecks
 from hotswap.testing.conformance.engine_loss import LossChecks
 from hotswap.testing.conformance.engine_migration import MigrationChecks
 from hotswap.testing.conformance.engine_preload import PreloadChecks
+from hotswap.testing.conformance.engine_resize import ResizeChecks
 from hotswap.testing.conformance.engine_status import StatusChecks
 from hotswap.testing.conformance.engine_streams import StreamChecks
 from hotswap.testing.conformance.engine_weights import WeightChecks
@@ -22,6 +23,7 @@ class EngineConformance(
     PreloadChecks,
     AdapterChecks,
     MigrationChecks,
+    ResizeChecks,
     StatusChecks,
 ):
     """Checks every testable promise of `hotswap.engine.Engine`; inherit from it.

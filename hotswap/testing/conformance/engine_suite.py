@@ -77,6 +77,7 @@ class EngineSuite(Suite):
         step_s: an upper bound of the engine's step time, by the event loop's clock.
         can_lose: whether `lose` is implemented.
         keeps_prefixes: whether the engine keeps KV blocks of ended requests of its models.
+        can_resize: whether the engine has a `DeviceBudget`, and alone.
     """
 
     models: ClassVar[tuple[Model, ...]] = ()
@@ -86,6 +87,7 @@ class EngineSuite(Suite):
     step_s: ClassVar[float] = 2.0
     can_lose: ClassVar[bool] = False
     keeps_prefixes: ClassVar[bool] = True
+    can_resize: ClassVar[bool] = False
 
     def make_engine(self) -> AbstractAsyncContextManager[Engine]:
         """Return a context manager that starts a new engine; an engine is one itself."""

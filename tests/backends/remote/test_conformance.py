@@ -19,3 +19,8 @@ class TestRemoteSimEngine(test_sim.TestSimEngineConforms):
 
     async def expected(self, request: Any, card: Any) -> list[int]:
         return super().make_engine().expected_tokens(request, card)
+
+
+class TestRemoteSimEngineOfABudget(test_sim.TestSimEngineOfABudgetConforms):
+    def make_engine(self) -> Any:
+        return over_memory(super().make_engine())

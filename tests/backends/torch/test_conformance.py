@@ -6,10 +6,11 @@ from typing import ClassVar
 
 import pytest
 
-from hotswap import Adapter, Model
+from hotswap import Adapter, DeviceBudget, Model
 from hotswap.abc import Engine
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.testing.conformance import EngineConformance
+from hotswap.testing.conformance.engine_resize import ResizeChecks
 from tests.backends.torch.adapters.files import write
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.hybrids import make_hybrid
@@ -92,3 +93,33 @@ class TestTorchEngineWithStatesAlone(TestTorchEngineWithStates):
         cls.store = DictStore()
         cls.store.add("a", make_hybrid("mamba2"))
         cls.store.add("b", make_hybrid("lfm2"))
+
+
+class TestTorchEngineOfABudget(ResizeChecks):
+    can_resize = True
+    models = (Model("a"),)
+    long_tokens = 40
+    step_s = 60.0
+    skeletons: ClassVar[SkeletonCache]
+    store: ClassVar[DictStore]
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _models(cls) -> None:
+        cls.skeletons, cls.store = SkeletonCache(), DictStore()
+        cls.store.add("a", make_model("llama", seed=1))
+
+    def make_engine(self) -> TorchEngine:
+        return TorchEngine(
+            "e0",
+            kv_tokens=1600,
+            kv_block_tokens=16,
+            threads=1,
+            max_requests=8,
+            skeletons=self.skeletons,
+            device_budget=DeviceBudget("8 MiB"),
+            floor_bytes="1 MiB",
+        )
+
+    def make_store(self) -> DictStore:
+        return DictStore(self.store.manifests, self.store.buffers)
