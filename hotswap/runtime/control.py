@@ -184,7 +184,8 @@ class Control:
                 with no_stray_cancellation("The prefetch"):
                     await store.prefetch(model)
         except Exception as exc:  # a store's own faults as well
-            log.warning("Model %r was not prefetched: %s", model, exc, exc_info=_foreign(exc))
+            foreign = None if isinstance(exc, HotswapError) else exc  # not on purpose: worth a traceback
+            log.warning("Model %r was not prefetched: %s", model, exc, exc_info=foreign)
         finally:
             self._prefetching.discard((model, node))
 
@@ -287,8 +288,3 @@ class Control:
                     self._state,
                 )
         self._told_unserved = unserved
-
-
-def _foreign(error: Exception) -> Exception | None:
-    """Return the error if hotswap did not raise it on purpose, so that its traceback is worth a log."""
-    return None if isinstance(error, HotswapError) else error

@@ -133,9 +133,8 @@ class Instance:
         # A wrapper hides the ability, not the status.
         own["max_adapters"] = status.max_adapters if _supports(type(self.engine), SupportsAdapters) else 0
         own["swapping"], own["target"], own["phase"] = self.swapping, self.target, self.current_phase()
-        own["lost_because"] = ""
-        if status.state == InstanceState.LOST:
-            own["lost_because"] = self.lost_because or status.lost_because
+        is_lost = status.state == InstanceState.LOST
+        own["lost_because"] = (self.lost_because or status.lost_because) if is_lost else ""
         own["serving_since_s"] = self.serving_since_s if status.model is not None else None
         own["draining"], own["swapped_s"] = self.draining, self.swapped_s
         own["cooling_down"] = self._cooling_down() if self.cooldowns or self.refused else ()
@@ -212,8 +211,7 @@ class Instance:
     @property
     def broken(self) -> bool:
         """Whether it is LOST, or a verb that failed left it half way, so that only `unload` may help."""
-        settled = (InstanceState.SERVING, InstanceState.EMPTY)
-        return not self.swapping and self.status().state not in settled
+        return not self.swapping and self.status().state not in (InstanceState.SERVING, InstanceState.EMPTY)
 
     def may_try(self, model: ModelId | None) -> bool:
         """Whether a model that failed to load here may be tried again; `None` stands for a restart."""
@@ -223,8 +221,7 @@ class Instance:
 
     def next_try_s(self) -> float:
         """The loop time at which the next of its pauses ends; infinite if there is none."""
-        now_s = current_time()
-        later = (c.until_s for c in self.cooldowns.values() if c.until_s > now_s)
+        later = (c.until_s for c in self.cooldowns.values() if c.until_s > current_time())
         return min(later, default=math.inf)
 
     def await_first_token(self, span: Span) -> None:

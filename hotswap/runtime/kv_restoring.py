@@ -92,11 +92,9 @@ class Restore:
         queue: RestoreQueue,
         lifetime: Lifetime,
     ) -> None:
-        self._context, self._active, self._instance = context, active, instance
+        self._context, self._active, self._instance, self._key = context, active, instance, key
         self._span, self._queue, self._lifetime = span, queue, lifetime
-        self._key = key
-        self._ready, self._left = anyio.Event(), anyio.Event()
-        self._scope = anyio.CancelScope()
+        self._ready, self._left, self._scope = anyio.Event(), anyio.Event(), anyio.CancelScope()
 
     async def __aenter__(self) -> Restore:
         self._lifetime.tasks.start_soon(self._run, name=f"restore of {self._active.request.id}")
@@ -141,8 +139,7 @@ class Restore:
 
     async def _fill(self, sink: KVSink, tokens: Sequence[int]) -> None:
         """Copy what is stored and missing to the instance."""
-        layout = sink.layout
-        size = max(1, layout.block_bytes)
+        layout, size = sink.layout, max(1, sink.layout.block_bytes)
         first, step = sink.num_present_blocks, max(1, CHUNK_BYTES // size) * layout.block_tokens
         with self._context.store.lease(self._context.lookup.prefix(layout, tokens[:-1])) as lease:
             at, end, num_bytes = first * layout.block_tokens, lease.num_tokens, 0
@@ -164,7 +161,6 @@ class Restore:
         self._context.state.times.learn_restore(num_bytes, seconds, num_tokens)
         self._active.note_restored(num_tokens, stored_tokens)
         self._instance.turn.restored(self._active.request.id, num_tokens)
-        self._span.set_attributes(
-            {tm.KV_RESTORED_TOKENS: num_tokens, tm.KV_RESTORED_BYTES: num_bytes, tm.KV_TIER: tier}
-        )
+        told: tm.Attributes = {tm.KV_RESTORED_TOKENS: num_tokens, tm.KV_RESTORED_BYTES: num_bytes}
+        self._span.set_attributes({**told, tm.KV_TIER: tier})
         telemetry.kv_restored.add(num_tokens, {tm.MODEL: self._active.request.model, tm.KV_TIER: tier})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Never
 
@@ -73,8 +72,7 @@ class Save:
         self._stopped: list[_Stopped] = []
         self._num_saved: dict[RequestId, int] = {}  # full blocks, in tokens
         self._num_stopping = 0
-        self._planned = anyio.Event()
-        self._copying = anyio.Lock()
+        self._planned, self._copying = anyio.Event(), anyio.Lock()
 
     async def until_stopped(self, deadline_s: float, waiting: anyio.CancelScope) -> None:
         """Save full blocks until the deadline, then stop and save all; cancel `waiting` for what is left."""
@@ -118,8 +116,7 @@ class Save:
 
     async def stop_all(self) -> None:
         """Stop all requests at one step boundary, plan what is kept, save it, and release them."""
-        running = self._running()
-        self._num_stopping = len(running)
+        self._num_stopping = len(running := self._running())
         async with anyio.create_task_group() as tasks:
             for active in running:
                 tasks.start_soon(self._stop_and_save, active)
@@ -174,12 +171,10 @@ class Save:
                     entry.put = self._put(entry.prefix)
             self._planned.set()
 
-    @asynccontextmanager
-    async def _export(self, active: ActiveRequest) -> AsyncGenerator[KVSource]:
+    def _export(self, active: ActiveRequest) -> AbstractAsyncContextManager[KVSource]:
         engine = self._instance.engine
         assert isinstance(engine, SupportsMigration), "it was asked before"
-        async with engine.export_kv(active.request.id) as source:
-            yield source
+        return engine.export_kv(active.request.id)
 
     def _put(self, prefix: KVPrefix, *, share: float = 1.0) -> KVPut:
         """Make room for a prefix; `share` is how likely it is that it is asked for."""

@@ -169,10 +169,10 @@ class Offload:
             self._lifetime.tasks.start_soon(self._write_through, every_s)
         request, num_tokens = active.remaining, 0
         layout = self._context.lookup.layout(request.model, request.adapter)
-        if layout is None or not isinstance(instance.engine, SupportsMigration):
+        # Log-probabilities of a prompt are told of what is computed.
+        is_told = request.sampling.prompt_logprobs is not None and not request.generated
+        if layout is None or is_told or not isinstance(instance.engine, SupportsMigration):
             return NO_RESTORE
-        if request.sampling.prompt_logprobs is not None and not request.generated:
-            return NO_RESTORE  # they are told of what is computed
         prefix = self._context.lookup.prefix(layout, request.tokens[:-1])
         with logged("looked up", request.id):
             num_tokens = self._context.store.lookup(prefix)
