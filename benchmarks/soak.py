@@ -2,12 +2,14 @@
 
     python -m benchmarks soak                          a minute
     python -m benchmarks soak --minutes 5 --json soak.json
+    python -m benchmarks soak --kv-store "8 MiB" --device-budget "20 MiB"
 
 Clients send requests for three small models to four engines of one process, a thread each. Engines are lost,
 slow and short of memory, shards are missing, damaged and slow, all by seed (`hotswap.testing.chaos`).
 Meanwhile requests move and instances are drained, swapped and replaced at random, and some of these
-operations are cancelled. Every stream is compared with that of an undisturbed engine. In the end all
-resources must be released, and the process must be no larger than before.
+operations are cancelled. With `--kv-store` KV blocks outlive swaps, with `--device-budget` the engines lend
+each other memory, and KV pools are resized at random. Every stream is compared with that of an undisturbed
+engine. In the end all resources must be released, and the process must be no larger than before.
 """
 
 from __future__ import annotations
@@ -30,18 +32,20 @@ from benchmarks.soak_clients import CheckedRequest, ClientPool
 from benchmarks.soak_operations import Engines, OperationRates
 from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
 from benchmarks.table import show
-from hotswap import Fleet, MigrationLimits, Model, ModelId, Request, RequestId, Sampling
-from hotswap.abc import ModelCard
+from hotswap import DeviceBudget, Fleet, MigrationLimits, Model, ModelId, Request, RequestId, Sampling
+from hotswap.abc import ModelCard, Scheduler
 from hotswap.backends.kv_stores import HostKVStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
-from hotswap.policies import LeastLoadedRouter, WeightedLoadSwap
+from hotswap.policies import ElasticMemory, LeastLoadedRouter, WeightedLoadSwap
 from hotswap.testing.chaos import ChaosEngine, EngineFaults, StoreFaults, chaotic_engine, chaotic_store
 
 __all__ = ["Settings", "main", "measure"]
 
 _MODELS = ("llama", "qwen", "mistral")
 _VOCABULARY = 512
+# Of an engine under a budget: one of the models, and KV blocks for the longest request.
+_FLOOR = "2 MiB"
 _GREEDY = Sampling(max_tokens=1, ignore_eos=True)
 _SAMPLED = replace(_GREEDY, temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.2)
 _ENGINE_FAULTS = EngineFaults(
@@ -69,6 +73,8 @@ class Settings:
         distinct_requests: Number of different requests, each of which is sent many times.
         seed: Of everything that is random.
         kv_store: Size of a store that keeps KV blocks across swaps; `None` for none.
+        device_budget: Size of the memory that the engines share, 2 MiB or more for each; `None` gives each
+            its own.
         sample_s: Seconds between two samples of memory, descriptors and threads.
     """
 
@@ -81,6 +87,7 @@ class Settings:
     distinct_requests: int = 90
     seed: int = 1
     kv_store: str | None = None
+    device_budget: str | None = None
     sample_s: float = 1.0
 
 
@@ -100,7 +107,8 @@ async def _soak(root: Path, settings: Settings) -> dict[str, Any]:
     random = Random(settings.seed)
     requests = await _make_requests(root, random, settings.distinct_requests)
     kv_store = None if settings.kv_store is None else HostKVStore(settings.kv_store)
-    setup = _make_setup(root, random, settings.engines, requests, kv_store)
+    budget = None if settings.device_budget is None else DeviceBudget(settings.device_budget)
+    setup = _make_setup(root, random, settings.engines, requests, kv_store, budget)
     async with sampling_usage(settings.sample_s) as samples:
         report = await soak(setup, settings.scenario, settings.seed)
     resources = {name: describe(samples[name], allowance) for name, allowance in ALLOWED.items()}
@@ -177,10 +185,11 @@ def _make_request(model: str, random: Random, seed: int) -> CheckedRequest:
     )
 
 
-def _make_engine(name: str, skeletons: SkeletonCache) -> TorchEngine:
-    return TorchEngine(
-        name, kv_tokens=1024, memory_bytes="64 MiB", threads=1, max_requests=8, skeletons=skeletons
-    )
+def _make_engine(name: str, skeletons: SkeletonCache, budget: DeviceBudget | None = None) -> TorchEngine:
+    options: dict[str, Any] = {"memory_bytes": "64 MiB"}
+    if budget is not None:
+        options = {"device_budget": budget, "floor_bytes": _FLOOR}
+    return TorchEngine(name, kv_tokens=1024, threads=1, max_requests=8, skeletons=skeletons, **options)
 
 
 def _make_setup(
@@ -189,24 +198,26 @@ def _make_setup(
     num_engines: int,
     requests: Sequence[CheckedRequest],
     kv_store: HostKVStore | None,
+    budget: DeviceBudget | None,
 ) -> Setup:
     """A fleet whose host tier has room for two of the three models; one of them keeps two replicas."""
     numbers, skeletons = itertools.count(), SkeletonCache()
 
     def make_engine() -> ChaosEngine:
-        engine = _make_engine(f"e{next(numbers)}", skeletons)
+        engine = _make_engine(f"e{next(numbers)}", skeletons, budget)
         return chaotic_engine(engine, Random(random.getrandbits(64)), _ENGINE_FAULTS)
 
     largest_bytes = max(file.stat().st_size for file in root.rglob("*"))
     tiers = TieredStore(PinnedStore(5 * largest_bytes // 2), NvmeStore(root))
     store = chaotic_store(tiers, Random(random.getrandbits(64)), _STORE_FAULTS)
     engines = Engines(make_engine, num_engines)
+    scheduler: Scheduler = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.3, sigmas=0)
     fleet = Fleet(
         engines=engines.present,
         store=store,
         models=[Model(name, min_replicas=2 if name == "llama" else 0) for name in _MODELS],
         router=LeastLoadedRouter(),
-        scheduler=WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.3, sigmas=0),
+        scheduler=scheduler if budget is None else ElasticMemory(scheduler),
         interval_s=0.1,
         max_load_attempts=1_000_000,  # no client shall receive an error because of the store's faults
         migration_limits=MigrationLimits(per_instance=2),
@@ -214,7 +225,12 @@ def _make_setup(
         kv_write_through_s=None if kv_store is None else 0.5,
     )
     return Setup(
-        fleet=fleet, engines=engines, store=store, requests=requests, num_lent=lambda: tiers.num_lent
+        fleet=fleet,
+        engines=engines,
+        store=store,
+        requests=requests,
+        num_lent=lambda: tiers.num_lent,
+        budget=budget,
     )
 
 
@@ -226,13 +242,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=default.scenario.clients.size, help="at once")
     parser.add_argument("--seed", type=int, default=default.seed, help="of everything that is random")
     parser.add_argument("--kv-store", metavar="SIZE", help="keep KV blocks across swaps, in so much memory")
+    parser.add_argument("--device-budget", metavar="SIZE", help="memory that the engines share, and lend")
     options = parser.parse_args(arguments)
     # oneDNN keeps what it compiled for the last 1,024 shapes, hundreds of megabytes: no warm-up fills that.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     minutes = options.minutes or (5.0 if options.full else 1.0)
     clients = replace(default.scenario.clients, size=options.clients)
-    scenario = replace(default.scenario, clients=clients, seconds=60 * minutes)
-    report = measure(replace(default, scenario=scenario, seed=options.seed, kv_store=options.kv_store))
+    resize_every_s = default.scenario.rates.resize_every_s if options.device_budget is None else 0.5
+    rates = replace(default.scenario.rates, resize_every_s=resize_every_s)
+    scenario = replace(default.scenario, clients=clients, rates=rates, seconds=60 * minutes)
+    report = measure(
+        replace(
+            default,
+            scenario=scenario,
+            seed=options.seed,
+            kv_store=options.kv_store,
+            device_budget=options.device_budget,
+        )
+    )
     _print(report)
     save(report, options.json)
     flat = all(figure["flat"] for figure in report["resources"].values())

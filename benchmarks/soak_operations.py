@@ -6,13 +6,22 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from typing import TypeAlias
 
 import anyio
 
 from hotswap import DrainRecord, Fleet, InstanceId, MigrationMethod
-from hotswap.errors import ConfigError, InvalidRequest, MigrationAborted, SwapFailed, SwapRefused
+from hotswap.abc import SupportsResize
+from hotswap.errors import (
+    ConfigError,
+    InstanceError,
+    InvalidRequest,
+    MigrationAborted,
+    SwapFailed,
+    SwapRefused,
+)
 from hotswap.testing.chaos import ChaosEngine
 
 __all__ = ["Engines", "OperationRates", "RandomOperations"]
@@ -30,6 +39,7 @@ class OperationRates:
         drain_every_s: Between two drains.
         swap_every_s: Between two swaps.
         replace_every_s: Between two replacements of an instance.
+        resize_every_s: Between two resizes of a KV pool; infinite for engines without a device budget.
         cancelled: Share of the operations that are cancelled before they end.
         verb_s: How long a cancelled operation runs, and how long a drained instance stays closed.
     """
@@ -38,6 +48,7 @@ class OperationRates:
     drain_every_s: float = 5.0
     swap_every_s: float = 5.0
     replace_every_s: float = 10.0
+    resize_every_s: float = inf
     cancelled: float = 0.2
     verb_s: float = 0.3
 
@@ -82,10 +93,12 @@ class RandomOperations:
 
     Attributes:
         drains: Number of drains, replacements and removals, and of requests that left an instance by them.
+        num_resizes: Number of resizes of KV pools.
     """
 
     def __init__(self, fleet: Fleet, engines: Engines, rates: OperationRates, random: Random) -> None:
         self.drains: Counter[str] = Counter()
+        self.num_resizes = 0
         self._fleet, self._engines, self._rates, self._random = fleet, engines, rates, random
         self._models = [model.id for model in fleet.view().models]
         self._num_engines = len(engines.present)
@@ -98,6 +111,8 @@ class RandomOperations:
             tasks.start_soon(self._repeat, self._rates.drain_every_s, self._drain)
             tasks.start_soon(self._repeat, self._rates.swap_every_s, self._swap)
             tasks.start_soon(self._repeat, self._rates.replace_every_s, self._replace)
+            if self._rates.resize_every_s < inf:
+                tasks.start_soon(self._repeat, self._rates.resize_every_s, self._resize)
             yield
             tasks.cancel_scope.cancel()
         for instance in self._fleet.view().instances:
@@ -163,6 +178,15 @@ class RandomOperations:
             present = {instance.id for instance in self._fleet.view().instances}
             for gone in set(involved) - present:
                 self._engines.forget(gone)
+
+    async def _resize(self, random: Random) -> None:
+        """Resize the KV pool of an engine to a size between its least and its most."""
+        engine = random.choice(self._engines.present)
+        status = engine.status()
+        if isinstance(engine, SupportsResize) and status.most_kv_blocks:
+            with suppress(InstanceError):
+                await engine.resize_kv(random.randint(status.least_kv_blocks, status.most_kv_blocks))
+                self.num_resizes += 1
 
     def _random_instance(self, random: Random) -> InstanceId:
         return random.choice(self._fleet.view().instances).id

@@ -17,7 +17,7 @@ import anyio
 
 from benchmarks.soak_clients import CheckedRequest, ClientPool, ClientResults
 from benchmarks.soak_operations import Engines, OperationRates, RandomOperations
-from hotswap import Fleet, InstanceState
+from hotswap import DeviceBudget, Fleet, InstanceState
 from hotswap.testing.chaos import ChaosStore
 
 __all__ = ["FINDINGS", "Scenario", "Setup", "soak"]
@@ -56,6 +56,7 @@ class Setup:
         store: The store of the fleet.
         requests: The requests that clients choose from.
         num_lent: Returns the number of chunks that the store has lent and not got back.
+        budget: The memory that the engines share; `None` if each has its own.
     """
 
     fleet: Fleet
@@ -63,6 +64,7 @@ class Setup:
     store: ChaosStore
     requests: Sequence[CheckedRequest]
     num_lent: Callable[[], int]
+    budget: DeviceBudget | None = None
 
     def arm(self, armed: bool) -> None:
         """Switch the injection of faults on or off."""
@@ -101,6 +103,8 @@ async def soak(setup: Setup, scenario: Scenario, seed: int) -> dict[str, Any]:
         leftovers += [f"a task is left over: {task}" for task in set(anyio.get_running_tasks()) - tasks]
         if lent := setup.num_lent():
             leftovers.append(f"{lent} chunks of the store are still lent")
+        if setup.budget is not None and (setup.budget.leases or setup.budget.held_bytes):
+            leftovers.append(f"memory is still leased: {setup.budget}")
     return {
         "seconds": anyio.current_time() - began_s,
         "quiet": quiet.report(),
@@ -109,6 +113,7 @@ async def soak(setup: Setup, scenario: Scenario, seed: int) -> dict[str, Any]:
         "moves": _counted(f"{record.method} {record.outcome}" for record in fleet.migrations),
         "swaps": _counted(record.outcome for record in fleet.swaps),
         "drains": dict(sorted(operations.drains.items())),
+        "num_resizes": operations.num_resizes,
         "wrong": quiet.wrong + disturbed.wrong,
         "errors": quiet.errors + disturbed.errors,
         "leftovers": leftovers,

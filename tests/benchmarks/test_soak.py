@@ -18,9 +18,14 @@ NUM_REQUESTS = 200
 @pytest.mark.slow
 def test_every_stream_is_right_among_faults_and_nothing_is_left(tmp_path: Path) -> None:
     scenario = Scenario(
-        clients=ClientPool(size=12, think_s=0.02), rates=OperationRates(), num_requests=NUM_REQUESTS
+        clients=ClientPool(size=12, think_s=0.02),
+        rates=OperationRates(resize_every_s=0.2),
+        num_requests=NUM_REQUESTS,
     )
-    report = soak.measure(soak.Settings(scenario=scenario, distinct_requests=30), tmp_path)
+    settings = soak.Settings(
+        scenario=scenario, distinct_requests=30, kv_store="8 MiB", device_budget="20 MiB"
+    )
+    report = soak.measure(settings, tmp_path)
     assert {finding: report[finding] for finding in FINDINGS} == {finding: [] for finding in FINDINGS}
     ends = report["disturbed"]["requests"]
     assert sum(ends.values()) == NUM_REQUESTS
@@ -28,6 +33,7 @@ def test_every_stream_is_right_among_faults_and_nothing_is_left(tmp_path: Path) 
     assert sum(report["faults"].values()) > 10
     assert report["moves"].get("kv done", 0) + report["moves"].get("tokens done", 0) > 0
     assert report["swaps"]["done"] > 2
+    assert report["num_resizes"] > 2
     assert set(report["resources"]) == {"memory_bytes", "descriptors", "threads"}
     assert list(tmp_path.iterdir()) == []
 
