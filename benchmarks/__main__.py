@@ -20,6 +20,7 @@ BENCHMARKS = {
     "coverage": "which architectures are served exactly: a miniature of each, token for token",
     "door": "processor time of a server per token: this door, one that validates each token, and vLLM's own",
     "elastic": "load that moves between two engines of one device: memory that follows beside fixed halves",
+    "elastic_engine": "the same on two real engines of one CPU, with the memory that is resident",
     "engine": "tokens per second of processor time: this engine, vLLM and transformers on a CPU",
     "fit": "a simulated engine beside the real one that it was fitted to: mean TTFT and TPOT of a trace",
     "forecast": "models loaded before their time of the day beside the default scheduler, in simulation",
