@@ -101,9 +101,10 @@ class TorchEngine(Engine):
             budget according to measured step times. Default: `None`, the budget is fixed.
         prefix_reuse: Whether requests share the KV blocks of common prefixes, also with ended requests.
             Models with recurrent states do so from snapshots of them on. Default: true.
-        snapshot_bytes: The limit of snapshots of recurrent states, part of `memory_bytes`; of a size below
-            one snapshot no prefix is reused. Default: `None`, one for each of `max_requests`, and at most an
-            eighth of the memory that weights and the states of requests leave.
+        snapshot_bytes: The size of snapshots of recurrent states, part of `memory_bytes`, which a load takes
+            whole; of a size below one snapshot no prefix is reused. Default: `None`, one for each of
+            `max_requests`, and at most an eighth of the memory that weights and the states of requests leave;
+            none under a `device_budget`.
         max_requests: The maximum number of running requests; more wait inside the engine. Recurrent states
             take memory for each. Default: `None`, 64 on a CPU and 128 on a GPU.
         memory_bytes: The limit of weights (preloaded ones included), KV blocks and recurrent states together.
@@ -111,7 +112,7 @@ class TorchEngine(Engine):
             all of the device or its budget; set it if engines share a device by no budget.
         device_budget: Memory that engines of this process share, on a CPU (`docs/device-memory.md`). The KV
             cache grows to at most `kv_tokens`; a request can have what fits into the floor beside weights.
-        floor_bytes: What the engine can always take of `device_budget`, for weights and KV blocks together.
+        floor_bytes: What the engine can always take of `device_budget`, for all that `memory_bytes` limits.
         idle_bytes: On a CPU, the size of freed weight memory that is kept for the next load, which then
             writes to allocated pages; 0 returns all of it at once. Default: 1 GiB.
         max_adapters: The maximum number of loaded adapters; 0 disables adapters. Default: 32.

@@ -99,12 +99,13 @@ class KVBudget:
         block_bytes = self.block_tokens * bytes_per_token(layers)
         state_bytes = self.state_bytes(layers, room_bytes)
         count = self.num_snapshots(layers, room_bytes)
-        states = f" beside {state_bytes:,} for recurrent states of {self.max_requests} requests"
-        states += f" and {count} snapshots" if count else ""
+        states = f"recurrent states of {self.max_requests} requests"
+        states += f" and {count:,} snapshots" if count else ""
+        taken = f" for {states}, which take {state_bytes:,}, and" if state_bytes else ""
         cure = ", or lower its max_requests" + (" or snapshot_bytes" if count else "")
         return OutOfMemory(
-            f"Model {model!r} leaves {room_bytes:,} bytes for KV blocks of {block_bytes:,} bytes each"
-            f"{states if state_bytes else ''}; give the engine more{cure if state_bytes else ''}."
+            f"Model {model!r} leaves {room_bytes:,} bytes{taken} for KV blocks of {block_bytes:,} bytes "
+            f"each; give the engine more{cure if state_bytes else ''}."
         )
 
 

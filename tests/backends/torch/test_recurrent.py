@@ -262,7 +262,10 @@ async def test_too_many_states_are_refused_with_their_size() -> None:
     async with TorchEngine(
         "e0", kv_tokens=512, max_requests=256, memory_bytes="3 MiB", threads=1, skeletons=SKELETONS
     ) as engine:
-        with pytest.raises(OutOfMemory, match="recurrent states of 256 requests"):
+        with pytest.raises(
+            OutOfMemory,
+            match=r"leaves [\d,]+ bytes for recurrent states of 256 requests.*, and for KV blocks",
+        ):
             await engine.load(card, store)
         assert engine.status().state is InstanceState.EMPTY
 
