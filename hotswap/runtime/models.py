@@ -355,10 +355,10 @@ class Models:
             )
         self._state.refresh()
         memory_bytes = [view.memory_bytes for view in self._state.index.seen()]
-        if all(0 < memory < card.weight_bytes for memory in memory_bytes):
+        if memory_bytes and all(0 < memory < card.weight_bytes for memory in memory_bytes):
             raise ModelTooLarge(
                 f"Model {card.id!r} has {card.weight_bytes:,} bytes of weights and the largest engine "
-                f"{max(memory_bytes, default=0):,} bytes of memory; add a larger engine."
+                f"{max(memory_bytes):,} bytes of memory; add a larger engine."
             )
 
     def _first_can_serve(self, card: ModelCard, num_tokens: int) -> bool:

@@ -214,3 +214,18 @@ async def test_a_view_shows_it_from_the_loss_of_the_last_instance() -> None:
         assert since_s(fleet, A) == lost_s
         await fleet.swap("e0", to="a")
         assert since_s(fleet, A) is None
+
+
+@virtual_time
+async def test_a_request_waits_for_the_first_engine_of_a_fleet_that_has_none() -> None:
+    """As before the first node of a cluster has joined, or while the last one is replaced."""
+    async with sim_fleet("a", engines=[]) as fleet, anyio.create_task_group() as clients:
+        clients.start_soon(read, fleet, "a", (1,), SOME)
+        await anyio.sleep(10.0)
+        assert since_s(fleet, A) == 0.0
+        await fleet.add(engine_of("e0"))
+        await until(lambda: not fleet.view().waiting)
+        await fleet.remove("e0")
+        clients.start_soon(read, fleet, "a", (2,), SOME)
+        await anyio.sleep(10.0)
+        await fleet.add(engine_of("e0"))
