@@ -21,6 +21,7 @@ from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, first_reason_in
 from hotswap.errors import HotswapError, InstanceError, MigrationAborted, PromptTooLong
 from hotswap.request import Request, ScoredPrompt, Token
+from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.stream import TokenQueue, TokenStream
 from hotswap.transport import Channel
 
@@ -184,10 +185,11 @@ class Session:
                 )
             request = wire.request_of(message, await tokens_in(payload))
             await _ended(leaving)
-            async with self._engine.stream(request) as tokens:
-                self._outbox.say_status()
-                self._outbox.say("opened", message.number)
-                await self._tell(message.number, request, tokens)
+            with no_stray_cancellation("the stream"):
+                async with self._engine.stream(request) as tokens:
+                    self._outbox.say_status()
+                    self._outbox.say("opened", message.number)
+                    await self._tell(message.number, request, tokens)
         except ProtocolError as exc:
             self._outbox.fail(str(exc))
         except Exception as exc:
@@ -232,7 +234,8 @@ class Session:
         """Do what a call asks for and answer it; return the error of one that failed."""
         try:
             await _ended(leaving)
-            await self._verbs.do(call, message, payload)
+            with no_stray_cancellation(f"the call to {message.verb[:40]}"):
+                await self._verbs.do(call, message, payload)
         except ProtocolError as exc:
             self._outbox.fail(str(exc))
         except Exception as exc:

@@ -14,12 +14,13 @@ from hotswap import Fleet, MigrationRecord, Sampling, SwapRecord
 from hotswap.abc import Channel, Engine, ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.remote import EngineHost, RemoteEngine
 from hotswap.backends.sim import SimEngine
-from hotswap.errors import PromptTooLong, SwapFailed, UnsupportedModel
+from hotswap.errors import InstanceError, PromptTooLong, SwapFailed, UnsupportedModel
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import CostSwap, KeepAliveSwap
 from hotswap.testing import SpanRecorder
 from tests.backends.remote.support import MemoryLinks, request, rig
 from tests.runtime.support import Idle, engine_of, expected, idle, sim_fleet, store_of, until
+from tests.runtime.test_stray_cancellation import Stray
 
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 PROMPT = tuple(range(1, 101))
@@ -292,3 +293,32 @@ async def test_a_model_that_a_host_has_kept_gives_way_in_a_fleet_that_has_it_not
                     done = await fleet.generate(model, PROMPT, few)
                     assert len(done.tokens) == 3
                 assert engine.status().model == model
+
+
+@pytest.mark.parametrize("verb", ["stream", "load", "unload"])
+@virtual_time
+async def test_an_engine_that_awaits_a_cancelled_future_fails_in_that_call_and_keeps_its_link(
+    verb: str,
+) -> None:
+    engine = Stray("e0")
+    async with remote_fleet([engine]) as (fleet, _):
+        await fleet.swap("e0", to="a")
+        engine.stray, engine.times = verb, 3
+        async with fleet.stream("a", PROMPT, LONG) as stream:
+            if verb == "stream":
+                with pytest.raises(InstanceError, match="not asked for"):
+                    await stream.collect()
+            else:
+                await anext(stream)
+                with pytest.raises(SwapFailed, match="not asked for"):
+                    await fleet.swap("e0", to="b")
+                engine.stray = ""
+                await until(lambda: fleet.view().instances[0].free)
+                await fleet.swap("e0", to="a")
+                await stream.collect()
+        kinds = list[str]()
+        with anyio.move_on_after(1.0):
+            async for event in fleet.events(after=0):
+                kinds.append(event.kind)
+        assert "swap_ended" in kinds
+        assert "instance_lost" not in kinds
