@@ -37,7 +37,7 @@ __all__ = [
 
 log = logging.getLogger("hotswap")
 
-VERSION: Final = 3
+VERSION: Final = 4
 # Of one frame: longer ones would hold up the event loop, and are split between messages.
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_PAYLOAD_BYTES: Final = 8 << 20

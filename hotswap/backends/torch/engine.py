@@ -101,10 +101,10 @@ class TorchEngine(Engine):
             budget according to measured step times. Default: `None`, the budget is fixed.
         prefix_reuse: Whether requests share the KV blocks of common prefixes, also with ended requests.
             Models with recurrent states do so from snapshots of them on. Default: true.
-        snapshot_bytes: The size of snapshots of recurrent states, part of `memory_bytes`, which a load takes
-            whole; of a size below one snapshot no prefix is reused. Default: `None`, one for each of
-            `max_requests`, and at most an eighth of the memory that weights and the states of requests leave;
-            none under a `device_budget`.
+        snapshot_bytes: The size of snapshots of recurrent states on all ranks, part of `memory_bytes`, which
+            a load takes whole; of a size below one snapshot no prefix is reused. Default: `None`, one for
+            each of `max_requests`, and at most an eighth of the memory that weights and the states of
+            requests leave; none under a `device_budget`.
         max_requests: The maximum number of running requests; more wait inside the engine. Recurrent states
             take memory for each. Default: `None`, 64 on a CPU and 128 on a GPU.
         memory_bytes: The limit of weights (preloaded ones included), KV blocks and recurrent states together.

@@ -223,7 +223,7 @@ class LocalLoader(Loader):
         """
         room_bytes = self._room_bytes(model, budget, kept)
         cache = self._make_cache(model, budget, room_bytes) if kept is None else kept
-        num_snapshots = budget.num_snapshots(model.layers, room_bytes)
+        num_snapshots = budget.num_snapshots((model.layers, room_bytes))
         states = self._make_states(model, budget, num_snapshots)
         self._others_bytes = cache.size_bytes + (0 if states is None else states.size_bytes)
         # Released with the model, before `reclaimed` is called.

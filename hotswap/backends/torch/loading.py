@@ -45,18 +45,23 @@ class KVBudget:
     snapshot_bytes: int | None = None
     is_elastic: bool = False
 
-    def num_snapshots(self, layers: tuple[LayerShape, ...], room_bytes: int) -> int:
-        """Return how many snapshots of states there are; `room_bytes` is the memory that weights leave."""
-        if not (each := state_bytes(layers)):
+    def num_snapshots(self, *ranks: tuple[tuple[LayerShape, ...], int]) -> int:
+        """Return how many snapshots of states there are; each rank has its layers' part of every one.
+
+        Args:
+            ranks: What a request keeps in each layer of a rank, and the memory that weights leave there.
+        """
+        parts = [(each, room_bytes) for layers, room_bytes in ranks if (each := state_bytes(layers))]
+        if not parts:
             return 0
         if self.snapshot_bytes is not None:
-            return self.snapshot_bytes // each
-        left_bytes = max(0, room_bytes - self.max_requests * each)
-        return min(self.max_requests, left_bytes // 8 // each)
+            return self.snapshot_bytes // sum(each for each, _ in parts)
+        left = (max(0, room_bytes - self.max_requests * each) // 8 // each for each, room_bytes in parts)
+        return min(self.max_requests, *left)
 
-    def state_bytes(self, layers: tuple[LayerShape, ...], room_bytes: int) -> int:
+    def state_bytes(self, layers: tuple[LayerShape, ...], num_snapshots: int) -> int:
         """Return the bytes of the recurrent states of all running requests, and of all snapshots."""
-        return (self.max_requests + self.num_snapshots(layers, room_bytes)) * state_bytes(layers)
+        return (self.max_requests + num_snapshots) * state_bytes(layers)
 
     @property
     def most_tokens(self) -> int | None:
@@ -71,7 +76,13 @@ class KVBudget:
         return self.size_bytes is None and self.tokens is None
 
     def num_blocks(
-        self, layers: tuple[LayerShape, ...], context: int, room_bytes: int, own_bytes: int = 0
+        self,
+        layers: tuple[LayerShape, ...],
+        context: int,
+        room_bytes: int,
+        own_bytes: int = 0,
+        *,
+        num_snapshots: int | None = None,
     ) -> int:
         """Return the number of blocks: the budget, limited by free memory and by what requests can fill.
 
@@ -80,8 +91,11 @@ class KVBudget:
             context: The maximum length of a request, in tokens.
             room_bytes: The free memory, of which recurrent states take their part first.
             own_bytes: What the weights of the model take, for which a preload gets as much.
+            num_snapshots: How many snapshots of states there are. Default: `None`, those of one rank.
         """
-        room_bytes -= self.state_bytes(layers, room_bytes)
+        if num_snapshots is None:
+            num_snapshots = self.num_snapshots((layers, room_bytes))
+        room_bytes -= self.state_bytes(layers, num_snapshots)
         # A model without attention has blocks of no size, by which tokens are counted alone.
         block_bytes = max(1, self.block_tokens * bytes_per_token(layers))
         if self.size_bytes is not None:
@@ -97,8 +111,8 @@ class KVBudget:
     def no_room(self, model: ModelId, layers: tuple[LayerShape, ...], room_bytes: int) -> OutOfMemory:
         """Return the error for a model that leaves no room for one block beside the states."""
         block_bytes = self.block_tokens * bytes_per_token(layers)
-        state_bytes = self.state_bytes(layers, room_bytes)
-        count = self.num_snapshots(layers, room_bytes)
+        count = self.num_snapshots((layers, room_bytes))
+        state_bytes = self.state_bytes(layers, count)
         states = f"recurrent states of {self.max_requests} requests"
         states += f" and {count:,} snapshots" if count else ""
         taken = f" for {states}, which take {state_bytes:,}, and" if state_bytes else ""

@@ -20,7 +20,7 @@ from hotswap.backends.torch.masks import Masks, MaskThread
 from hotswap.backends.torch.sampling import Choice
 from hotswap.backends.torch.sequence import Chunk, Sequence
 from hotswap.backends.torch.smaller_steps import compute_in_parts, sample_in_parts
-from hotswap.errors import HotswapError, InstanceError
+from hotswap.errors import HotswapError, InstanceError, InstanceLost
 from hotswap.request import FinishReason, ScoredPrompt, TokenLogprob
 
 __all__ = ["Report", "Runner", "Sampled"]
@@ -241,7 +241,8 @@ class Runner:
         from snapshots made before.
         """
         self._num_failed += 1
-        if self._forward.depth > 1 or self._num_failed > _MAX_FAILED_STEPS:
+        is_lost = isinstance(error, InstanceLost)  # nothing is left to compute with
+        if is_lost or self._forward.depth > 1 or self._num_failed > _MAX_FAILED_STEPS:
             raise error
         if is_out_of_memory(error) and (sampled := self._retry_smaller(step, error)) is not None:
             return sampled

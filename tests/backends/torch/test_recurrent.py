@@ -22,7 +22,7 @@ from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache
 from hotswap.backends.torch.recurrent import StatePool
 from hotswap.backends.torch.recurrent.mixers import attach
-from hotswap.errors import InstanceError, MigrationAborted, OutOfMemory, UnsupportedModel
+from hotswap.errors import InstanceError, InstanceLost, MigrationAborted, OutOfMemory
 from tests.backends.torch.adapters.files import merged, write
 from tests.backends.torch.clients import make_client_plans, run_until_preempted
 from tests.backends.torch.dict_store import DictStore
@@ -132,6 +132,21 @@ async def test_requests_go_on_when_a_step_failed_that_had_changed_their_states(
         assert engine.status().state is InstanceState.SERVING
 
 
+async def test_a_step_that_finds_no_rank_to_compute_it_loses_the_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A retry without one request would end that request for good."""
+
+    def fail(self: LocalForward) -> torch.Tensor:
+        raise InstanceLost("rank 1 has ended")
+
+    async with serving(make_hybrid("lfm2")) as engine:
+        monkeypatch.setattr(LocalForward, "result", fail)
+        with pytest.raises(InstanceLost, match="has ended"):
+            await tokens_of(engine, ask([1, 2, 3], max_tokens=2))
+        assert engine.status().state is InstanceState.LOST
+
+
 @pytest.mark.parametrize(
     ("architecture", "names"),
     [
@@ -220,15 +235,6 @@ async def test_what_ended_requests_leave_is_listed_up_to_their_last_snapshot() -
         with pytest.raises(MigrationAborted, match="states"):
             await listed[whole].read(0, 96)
         assert await engine.cached_kv() == []
-
-
-async def test_several_ranks_refuse_a_model_with_recurrent_states() -> None:
-    store = DictStore()
-    card = store.add("m", make_hybrid("lfm2"))
-    async with TorchEngine("e0", pp=2, threads=1, kv_tokens=256, skeletons=SKELETONS) as engine:
-        with pytest.raises(UnsupportedModel, match="recurrent states"):
-            await engine.load(card, store)
-        assert engine.status().state is InstanceState.EMPTY
 
 
 # ----------------------------------------------------------------------------------------------- memory

@@ -25,21 +25,34 @@ class RankedForward(Forward):
         ranks: The ranks, bound to the model and with KV blocks.
         logits: `[slots, rows, num_logits]` in fp32, shared with the ranks; one slot per step in flight.
         num_blocks: The number of KV blocks, equal on all ranks.
-        size_bytes: The memory of those blocks on all ranks together.
+        size_bytes: The memory of those blocks and of recurrent states, on all ranks together.
         block_tokens: Tokens per block.
+        keeps_states: Whether requests have recurrent states: each rank has those of its own layers.
+        num_snapshots: How many snapshots of states there is room for.
     """
 
     def __init__(
-        self, ranks: Ranks, logits: Tensor, *, num_blocks: int, size_bytes: int, block_tokens: int
+        self,
+        ranks: Ranks,
+        logits: Tensor,
+        *,
+        num_blocks: int,
+        size_bytes: int,
+        block_tokens: int,
+        keeps_states: bool,
+        num_snapshots: int,
     ) -> None:
         self.num_blocks, self.size_bytes, self.depth = num_blocks, size_bytes, len(logits)
+        self.keeps_states, self.num_snapshots = keeps_states, num_snapshots
         self._ranks, self._logits, self._block_tokens = ranks, logits, block_tokens
         self._slot = 0
         self._under_way: deque[tuple[int, Tensor]] = deque()
 
     def submit(self, work: Work) -> None:
         pieces = tuple(self._plain(piece) for piece in work.pieces)
-        number = self._ranks.submit(Step(Work(pieces, tuple(work.fresh), tuple(work.copies)), self._slot))
+        restored, saved = tuple(work.restored), tuple(work.saved)
+        sent = Work(pieces, tuple(work.fresh), tuple(work.copies), restored, saved)
+        number = self._ranks.submit(Step(sent, self._slot))
         num_rows = sum(piece.num_kept for piece in pieces)
         self._under_way.append((number, self._logits[self._slot, :num_rows]))
         self._slot = (self._slot + 1) % self.depth

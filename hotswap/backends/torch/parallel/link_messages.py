@@ -36,6 +36,7 @@ from hotswap.backends.torch.parallel.messages import (
     Setup,
     Step,
 )
+from hotswap.backends.torch.recurrent import StateCopy, StateShape
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.request import ModelId
@@ -53,7 +54,7 @@ __all__ = [
 
 END = "end"
 _MAX_TEXT = 8192
-_PIECE_HEAD = 5
+_PIECE_HEAD = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,10 @@ def said_commands(number: int, commands: Sequence[Command]) -> Said:
             return said("bind", number, {})
         case OpenCache() as cache:
             layers = [_layer_lists(each.layers) for each in commands if isinstance(each, OpenCache)]
-            sizes = {"num_blocks": cache.num_blocks, "block_tokens": cache.block_tokens}
+            sizes = {
+                "num_blocks": cache.num_blocks, "block_tokens": cache.block_tokens,
+                "num_slots": cache.num_slots,
+            }  # fmt: skip
             return said("open", number, {**sizes, "layers": layers})
         case Step() as step:
             return _said_step(number, step)
@@ -126,7 +130,11 @@ def commands_of(message: Message, tp: int) -> list[Command]:
             case "bind":
                 return [BindRead()] * tp
             case "open":
-                sizes = fields.size("num_blocks"), fields.size("block_tokens", least=1)
+                sizes = (
+                    fields.size("num_blocks"),
+                    fields.size("block_tokens", least=1),
+                    fields.size("num_slots"),
+                )
                 layers = _list(fields, "layers", tp)
                 return [OpenCache(*sizes, _layers_of(fields, each)) for each in layers]
             case "step":
@@ -163,14 +171,24 @@ def _setups_of(fields: Fields) -> list[Setup]:
 def _said_step(number: int, step: Step) -> Said:
     work, numbers = step.work, list[int]()
     for piece in work.pieces:
-        numbers += len(piece.tokens), piece.start, len(piece.blocks), piece.samples, piece.num_scored
+        numbers += (
+            len(piece.tokens),
+            piece.start,
+            len(piece.blocks),
+            piece.samples,
+            piece.num_scored,
+            piece.slot,
+        )
         numbers += (*piece.tokens, *piece.blocks)
     numbers += work.fresh
     for copy in work.copies:
         numbers += copy.source, copy.target, copy.num_tokens
+    for moved in (*work.restored, *work.saved):
+        numbers += moved.source, moved.target
     fields: dict[str, object] = {
         "slot": step.slot, "preflight": step.is_preflight, "eager": step.eager,
         "pieces": len(work.pieces), "fresh": len(work.fresh), "copies": len(work.copies),
+        "restored": len(work.restored), "saved": len(work.saved),
     }  # fmt: skip
     return said("step", number, fields, wire.pack_tokens(numbers))
 
@@ -179,14 +197,17 @@ def _step_of(message: Message) -> Step:
     fields, numbers = message.fields, _Numbers(wire.tokens_of(message.payload))
     pieces = list[Piece]()
     for _ in range(fields.size("pieces")):
-        num_tokens, start, num_blocks, samples, num_scored = numbers.take(_PIECE_HEAD)
+        num_tokens, start, num_blocks, samples, num_scored, slot = numbers.take(_PIECE_HEAD)
         tokens, blocks = numbers.take(num_tokens), numbers.take(num_blocks)
-        pieces.append(Piece(tokens, start, blocks, bool(samples), num_scored=num_scored))
+        pieces.append(Piece(tokens, start, blocks, bool(samples), num_scored=num_scored, slot=slot))
     fresh = numbers.take(fields.size("fresh"))
     copies = tuple(Copy(*numbers.take(3)) for _ in range(fields.size("copies")))
+    restored = tuple(StateCopy(*numbers.take(2)) for _ in range(fields.size("restored")))
+    saved = tuple(StateCopy(*numbers.take(2)) for _ in range(fields.size("saved")))
     numbers.check_none_left()
     is_preflight, eager = bool(fields.get("preflight")), bool(fields.get("eager"))
-    return Step(Work(tuple(pieces), fresh, copies), fields.size("slot"), is_preflight, eager)
+    work = Work(tuple(pieces), fresh, copies, restored, saved)
+    return Step(work, fields.size("slot"), is_preflight, eager)
 
 
 class _Numbers:
@@ -216,7 +237,7 @@ def said_reply(part: int, reply: Reply) -> Said:
     match reply:
         case Done():
             return said("done", reply.number, {
-                "part": part, "layers": _layer_lists(reply.layers), "called": list(reply.called),
+                "part": part, "layers": _layer_lists(reply.layers),
                 "sent_bytes": reply.sent_bytes, "read": None if reply.read is None else asdict(reply.read),
             })  # fmt: skip
         case Failed():
@@ -244,9 +265,8 @@ def event_of(message: Message, tp: int) -> Ended | tuple[int, Reply]:
             raise fields.wrong(f"there is no part {part} of {tp}")
         match message.verb:
             case "done":
-                layers = _layers_of(fields, fields.get("layers"))
-                called, sent = fields.sizes("called"), fields.size("sent_bytes")
-                return part, Done(message.number, layers, called, sent, _read_total_of(fields))
+                layers, sent = _layers_of(fields, fields.get("layers")), fields.size("sent_bytes")
+                return part, Done(message.number, layers, sent, _read_total_of(fields))
             case "failed":
                 texts = fields.text("kind"), fields.text("message"), fields.text("traceback")
                 return part, Failed(message.number, *texts, bool(fields.get("ends")))
@@ -268,21 +288,42 @@ def _read_total_of(fields: Fields) -> ReadTotal | None:
 
 
 def _layer_lists(layers: Sequence[LayerShape]) -> list[list[object]]:
-    return [[each.kv_heads, each.key_dim, each.value_dim, _name(each.dtype)] for each in layers]
+    return [
+        [each.kv_heads, each.key_dim, each.value_dim, _name(each.dtype), [*map(_state_list, each.states)]]
+        for each in layers
+    ]
+
+
+def _state_list(state: StateShape) -> list[object]:
+    return [_name(state.dtype), *state.shape]
 
 
 def _layers_of(fields: Fields, layers: object) -> tuple[LayerShape, ...]:
-    if not isinstance(layers, list):
-        raise fields.wrong(f"{str(layers)[:40]!r} are no layers")
-    return tuple(_layer_of(fields, layer) for layer in cast("list[object]", layers))
+    return tuple(_layer_of(fields, layer) for layer in _values_of(fields, layers))
 
 
 def _layer_of(fields: Fields, layer: object) -> LayerShape:
-    match layer:
-        case [int(kv_heads), int(key_dim), int(value_dim), str(dtype)]:
-            return LayerShape(kv_heads, key_dim, value_dim, _dtype_of(fields, dtype))
+    match _values_of(fields, layer):
+        case [int(kv_heads), int(key_dim), int(value_dim), str(dtype), states]:
+            kept = tuple(_state_of(fields, state) for state in _values_of(fields, states))
+            return LayerShape(kv_heads, key_dim, value_dim, _dtype_of(fields, dtype), kept)
         case _:
             raise fields.wrong(f"{str(layer)[:40]!r} is no layer")
+
+
+def _state_of(fields: Fields, state: object) -> StateShape:
+    values = _values_of(fields, state)
+    sizes = values[1:]
+    shape = tuple(size for size in sizes if isinstance(size, int) and size > 0)
+    if not 0 < len(shape) == len(sizes):
+        raise fields.wrong(f"{str(state)[:40]!r} is no state")
+    return StateShape(shape, _dtype_of(fields, str(values[0])))
+
+
+def _values_of(fields: Fields, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise fields.wrong(f"{str(value)[:40]!r} is no list")
+    return cast("list[object]", value)
 
 
 def _list(fields: Fields, name: str, length: int) -> list[object]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import anyio
 import torch
@@ -16,7 +17,7 @@ from hotswap.backends.layouts import require_modules
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.compatibility import check_config
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS
-from hotswap.backends.torch.kv import KVCache, LayerShape
+from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token, state_bytes
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
 from hotswap.backends.torch.modeling import Skeleton, SkeletonCache, main_dtype
 from hotswap.backends.torch.parallel.forward import RankedForward
@@ -58,7 +59,7 @@ class RankedModel(LoadedModel):
         context: The maximum length of a request, in tokens.
         eos_token_ids: The token ids that end a generation.
         vocabulary: The number of token ids.
-        layers: The KV cache entry of a token in each layer, by rank.
+        layers: What a request keeps in each layer, by rank.
         rank_bytes: The memory of the weights, by rank.
         logits: `[slots, rows, num_logits]` in fp32, shared with the ranks.
     """
@@ -185,28 +186,42 @@ class RankedLoader(Loader):
             self._skeletons.give_back(skeleton, _CPU)
 
     async def open(self, model: RankedModel, budget: KVBudget) -> RankedForward:
-        """Allocate the KV blocks on every rank, as many as the rank with the least free memory has room for.
+        """Allocate the KV blocks and recurrent states of every rank.
+
+        As many as the rank with the least free memory has room for: blocks and slots are equal on all.
 
         Raises:
-            OutOfMemory: the memory of a rank does not suffice for one block.
+            OutOfMemory: the memory of a rank does not suffice for one block beside the states.
             InstanceLost: a rank failed.
         """
-        share = self.memory_bytes // self.grid.size
-        per_rank = list(zip(model.layers, model.rank_bytes, strict=True))
-        num_blocks = min(budget.num_blocks(layers, model.context, share - size) for layers, size in per_rank)
+        share, size = self.memory_bytes // self.grid.size, budget.block_tokens
+        rooms = [
+            (layers, share - taken) for layers, taken in zip(model.layers, model.rank_bytes, strict=True)
+        ]
+        count, every = budget.num_snapshots(*rooms), tuple(chain.from_iterable(model.layers))
+        num_blocks = min(
+            budget.num_blocks(layers, model.context, room, num_snapshots=count) for layers, room in rooms
+        )
         if num_blocks < 1:
-            raise OutOfMemory(
-                f"Model {model.card.id!r} leaves no memory for KV blocks on one of {self.grid.size} ranks, "
-                f"which may use {share:,} bytes each; give the engine more memory."
+            states = (
+                f" beside recurrent states of {budget.max_requests} requests" if state_bytes(every) else ""
             )
-        await self._ask([OpenCache(num_blocks, budget.block_tokens, layers) for layers in model.layers])
-        block_bytes = sum(layer.bytes_per_token for layers in model.layers for layer in layers)
+            raise OutOfMemory(
+                f"Model {model.card.id!r} leaves no memory for KV blocks{states} on one of {self.grid.size} "
+                f"ranks, which may use {share:,} bytes each; give the engine more memory"
+                f"{', or lower its max_requests' if states else ''}."
+            )
+        num_slots = budget.max_requests + count
+        await self._ask([OpenCache(num_blocks, size, num_slots, layers) for layers in model.layers])
+        kv_bytes = (num_blocks + 1) * bytes_per_token(every) * size
         return RankedForward(
             self._ranks,
             model.logits,
             num_blocks=num_blocks,
-            size_bytes=(num_blocks + 1) * block_bytes * budget.block_tokens,
-            block_tokens=budget.block_tokens,
+            size_bytes=kv_bytes + budget.state_bytes(every, count),
+            block_tokens=size,
+            keeps_states=bool(state_bytes(every)),
+            num_snapshots=count,
         )
 
     async def release(self, model: RankedModel) -> None:
@@ -238,12 +253,6 @@ class RankedLoader(Loader):
         """Borrow the modules of a config; refuses architectures that its check refuses, before any read."""
         check_config(config_text)
         skeleton = self._skeletons.borrow(config_text, _CPU)
-        if skeleton.mixers:
-            self._skeletons.give_back(skeleton, _CPU)
-            raise UnsupportedModel(
-                f"The {skeleton.config.model_type!r} model keeps recurrent states, which an engine of "
-                "several ranks does not have; serve it with tp=1 and pp=1."
-            )
         if skeleton.long_rope is not None:
             self._skeletons.give_back(skeleton, _CPU)
             raise UnsupportedModel(
@@ -376,7 +385,6 @@ class RankedLoader(Loader):
                 self._ranks,
                 view,
                 kind=skeleton.config.model_type,
-                num_layers=skeleton.num_layers,
                 vocabulary=skeleton.vocabulary,
                 block_tokens=self._block_tokens,
                 dtype=dtype,

@@ -99,10 +99,19 @@ class BindRead:
 
 @dataclass(frozen=True, slots=True)
 class OpenCache:
-    """Allocate KV blocks, and free existing ones; without `layers`, at the first write of each layer."""
+    """Allocate KV blocks and recurrent states, and free existing ones.
+
+    Attributes:
+        num_blocks: The number of KV blocks.
+        block_tokens: Tokens per block.
+        num_slots: The number of requests and snapshots that have states, where layers keep any.
+        layers: What a request keeps in each layer of the stage; without them memory is allocated at the first
+            write of each layer.
+    """
 
     num_blocks: int
     block_tokens: int
+    num_slots: int
     layers: tuple[LayerShape, ...] = ()
 
 
@@ -165,15 +174,13 @@ class Done:
 
     Attributes:
         number: The number of the command.
-        layers: The KV cache entry of a token in each layer of the stage, for layers used so far.
-        called: The layers that called attention in a step, in order.
+        layers: In a preflight, what a request keeps in each layer of the stage, for layers used so far.
         sent_bytes: The bytes that the rank has sent to the next stage since it started.
         read: What was read for a `ReadWeights`, in the reply of one rank of the stage; else `None`.
     """
 
     number: int
     layers: tuple[LayerShape, ...] = ()
-    called: tuple[int, ...] = ()
     sent_bytes: int = 0
     read: ReadTotal | None = None
 

@@ -145,10 +145,10 @@ class _Rank:
             )
 
     def _step(self, number: int, command: Step) -> Done | None:
-        called = self._bound.step(command)
-        if not (self._position.is_last or command.is_preflight):
-            return None
-        return Done(number, self._bound.layers, called)
+        self._bound.step(command)
+        if command.is_preflight:
+            return Done(number, self._bound.layers)
+        return Done(number) if self._position.is_last else None
 
     def _receive_memory(self, size_bytes: int) -> SharedMemory:
         return SharedMemory.adopt(recv_handle(self._connection), size_bytes)

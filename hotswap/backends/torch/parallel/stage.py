@@ -1,14 +1,16 @@
-"""One rank's part of a loaded model: its modules, weights and KV blocks, and its share of each step."""
+"""One rank's part of a loaded model: modules, weights, KV blocks and states, and its share of each step."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hotswap.backends.torch import attention
 from hotswap.backends.torch.forward import assemble
 from hotswap.backends.torch.kv import KVCache, LayerShape
 from hotswap.backends.torch.modeling import Skeleton
@@ -18,6 +20,7 @@ from hotswap.backends.torch.parallel.grid import RankPosition
 from hotswap.backends.torch.parallel.messages import Bind, OpenCache, Step
 from hotswap.backends.torch.parallel.part import part_of
 from hotswap.backends.torch.preflight import symptom_of_scores
+from hotswap.backends.torch.recurrent.states import StatePool
 from hotswap.backends.torch.routing import Choices, Comparison, HeldChoices, RecordedChoices
 from hotswap.errors import UnsupportedModel
 
@@ -59,39 +62,60 @@ class Stage:
         self._hidden_size = int(self._skeleton.config.get_text_config().hidden_size)
         self._skeleton.narrow(part.shapes)
         self._skeleton.bind(weights.to(device), command.specs)
+        self._hidden_dtype = self._skeleton.dtype
+        if position.grid.pp > 1:
+            self._hidden_dtype = stages.residual_dtype(
+                self._skeleton.module, self._skeleton.num_layers, self._skeleton.dtype
+            )
         self._stage_input = stages.StageInput()
         if position.grid.tp > 1:
             plan.install(self._skeleton.module, group, part.whole)
         stages.install(self._skeleton.module, self._skeleton.num_layers, position, self._stage_input)
         self._invariant, self._linear_only = invariant, self._skeleton.linear_only
         self._cache: KVCache | None = None
+        self._states: StatePool | None = None
+        self._continuing = {mixer.layer for mixer in self._skeleton.mixers} & set(self._layers)
         self._choices: dict[int, Choices] = {}  # of a preflight, by the first KV block of the request
         self._comparison = Comparison()
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
-        """The KV cache entry of a token in each layer of the stage, for layers used so far."""
-        seen = {} if self._cache is None else self._cache.layers
-        return tuple(seen[index] for index in self._layers if index in seen)
+        """What a request keeps in each layer of the stage, for layers used so far."""
+        seen, states = {} if self._cache is None else self._cache.layers, self._states
+        if states is None:
+            return tuple(seen[index] for index in self._layers if index in seen)
+        without = LayerShape(kv_heads=0, key_dim=0, value_dim=0, dtype=self._skeleton.dtype)
+        return tuple(replace(seen.get(index, without), states=states.shapes(index)) for index in self._layers)
 
     def open_cache(self, command: OpenCache) -> None:
-        """Allocate KV blocks, and free existing ones."""
-        self._cache, self._choices, self._comparison = None, {}, Comparison()
+        """Allocate KV blocks and states, and free existing ones."""
+        self._cache = self._states = None
+        self._choices, self._comparison = {}, Comparison()
+        first, layers = self._layers.start, command.layers
         self._cache = KVCache(
-            command.num_blocks,
-            command.block_tokens,
-            self._device,
-            command.layers,
-            first_layer=self._layers.start,
+            command.num_blocks, command.block_tokens, self._device, layers, first_layer=first
         )
+        if self._skeleton.mixers:
+            kept = [layer.states for layer in layers]
+            self._states = StatePool(command.num_slots, self._device, kept, first_layer=first)
+            self._states.build_kernels()
 
-    def step(self, command: Step) -> tuple[int, ...]:
-        """Compute this stage's share of a step; return the layers that called attention, in order."""
+    def step(self, command: Step) -> None:
+        """Compute this stage's share of a step.
+
+        Raises:
+            UnsupportedModel: in a preflight, this part of the model cannot be served exactly.
+        """
         assert self._cache is not None, "the engine opens a cache before it steps"
-        self._cache.copy(command.work.copies)
-        self._cache.clear(command.work.fresh)
-        pieces = command.work.pieces
-        batch = assemble(pieces, self._cache, invariant=self._invariant, linear_only=self._linear_only)
+        work, states = command.work, self._states
+        self._cache.copy(work.copies)
+        self._cache.clear(work.fresh)
+        if states is not None:
+            states.copy(work.restored)
+        pieces = work.pieces
+        batch = assemble(
+            pieces, self._cache, invariant=self._invariant, linear_only=self._linear_only, states=states
+        )
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         embeds = self._enter(num_tokens, num_tokens if command.eager else batch.ids.shape[1])
         try:
@@ -103,10 +127,29 @@ class Stage:
             self._put(logits, command.slot)
         finally:
             self._stage_input.hidden = None
-        if symptom := symptom_of_scores(self._comparison, self._skeleton.dtype):
+        if states is not None:
+            states.copy(work.saved)
+        if command.is_preflight:
+            self._check(None if command.eager else batch.step)
+
+    def _check(self, step: attention.Step | None) -> None:
+        """Refuse the model if routers disagree, or a layer did not do once in a step what layers of it do."""
+        symptom = symptom_of_scores(self._comparison, self._skeleton.dtype)
+        if step is not None and not symptom:
+            symptom = self._symptom_of_layers(step)
+        if symptom:
             kind = self._skeleton.config.model_type
             raise UnsupportedModel(f"The {kind!r} model {symptom}; serve it with another engine.")
-        return tuple(batch.step.layers)
+
+    def _symptom_of_layers(self, step: attention.Step) -> str:
+        called, num_layers = sorted(step.layers), len(self._layers)
+        expected = list(self._layers) if step.states is None else sorted(set(called))
+        if called != expected:
+            return f"called attention {len(called)} times in a pass through {num_layers} layers of a stage"
+        if step.states is not None and step.states.taken.keys() != self._continuing:
+            num_mixers = len(self._continuing)
+            return f"continues recurrent states in {len(step.states.taken)} of {num_mixers} layers of a stage"
+        return ""
 
     def _held(self, command: Step, num_rows: int) -> AbstractContextManager[object]:
         """Record the choices of routers in a preflight with the model's own attention, or repeat them."""
@@ -128,13 +171,13 @@ class Stage:
         """Receive the stage's input; return a placeholder for the embeddings if it is not the first stage."""
         if self._position.is_first:
             return None
-        hidden = self._boundary.receive(num_tokens, self._hidden_size, self._skeleton.dtype)
+        hidden = self._boundary.receive(num_tokens, self._hidden_size, self._hidden_dtype)
         # Padding rows are not sent.
         self._stage_input.hidden = functional.pad(hidden, (0, 0, 0, num_rows - num_tokens))[None]
-        return hidden.new_zeros(1, num_rows, self._embedding_size)
+        return hidden.new_zeros(1, num_rows, self._embedding_size, dtype=self._skeleton.dtype)
 
     def _leave(self, hidden: Tensor) -> None:
-        if hidden.dtype is not self._skeleton.dtype or hidden.shape[-1] != self._hidden_size:
+        if hidden.dtype is not self._hidden_dtype or hidden.shape[-1] != self._hidden_size:
             raise UnsupportedModel(
                 f"The hidden state between layers is {hidden.dtype} of width {hidden.shape[-1]}, which does "
                 "not match the config; serve the model with pp=1."

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from hotswap.backends.torch.attention import current
 from hotswap.backends.torch.parallel.grid import RankPosition
 from hotswap.errors import ConfigError, UnsupportedModel
 
-__all__ = ["StageEnd", "StageInput", "find_layers", "install", "needed"]
+__all__ = ["StageEnd", "StageInput", "find_layers", "install", "needed", "residual_dtype"]
 
 # Arguments of layers that every stage computes itself, from positions alone.
 _COMPUTED_BY_EVERY_STAGE = frozenset(
@@ -63,6 +64,13 @@ def find_layers(module: Any, num_layers: int) -> Layers:
         f"{type(module).__name__} has no list of {num_layers} layers to divide into stages; serve it with "
         "pp=1."
     )
+
+
+def residual_dtype(module: Any, num_layers: int, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the hidden state between the layers of a model that computes in `dtype`."""
+    layers: Iterator[nn.Module] = iter(find_layers(module, num_layers).modules)
+    is_fp32 = any(getattr(layer, "residual_in_fp32", False) for layer in layers)
+    return torch.float32 if is_fp32 else dtype
 
 
 def needed(module: Any, num_layers: int, position: RankPosition) -> Callable[[str], bool]:
@@ -121,8 +129,9 @@ def _unused(module: Any, position: RankPosition) -> set[str]:
 
 
 def _skip(hidden: Any = None, *_: Any, **named: Any) -> tuple[Any, ...]:
-    # Some models take the first element of a layer's result; the others accept the tuple, since it is unused.
-    return (named.get("hidden_states", hidden),)
+    # Some models take the first element of a layer's result, or two; the others accept the tuple, since it is
+    # unused.
+    return named.get("hidden_states", hidden), None
 
 
 def _end(hidden: Any = None, *others: Any, **named: Any) -> None:

@@ -37,14 +37,20 @@ class StatePool:
         num_slots: The number of requests that have a state at once, and of snapshots.
         device: The device of the tensors.
         layers: The states of each layer. Without them each is allocated when it is first taken.
+        first_layer: The index of the first of `layers`, for a pipeline stage.
     """
 
     def __init__(
-        self, num_slots: int, device: torch.device, layers: Sequence[Sequence[StateShape]] = ()
+        self,
+        num_slots: int,
+        device: torch.device,
+        layers: Sequence[Sequence[StateShape]] = (),
+        *,
+        first_layer: int = 0,
     ) -> None:
         self.num_slots, self.device = num_slots, device
         self._states: dict[tuple[int, int], Tensor] = {}
-        for layer, states in enumerate(layers):
+        for layer, states in enumerate(layers, first_layer):
             for number, state in enumerate(states):
                 self._allocate(layer, number, state)
 

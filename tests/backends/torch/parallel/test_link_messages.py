@@ -33,10 +33,12 @@ from hotswap.backends.torch.parallel.messages import (
     Setup,
     Step,
 )
+from hotswap.backends.torch.recurrent import StateCopy, StateShape
 from hotswap.backends.transports.link_errors import ProtocolError
 
-LAYERS = LayerShape(2, 16, 8, torch.bfloat16), LayerShape(1, 4, 4, torch.float32)
-PIECES = Piece((5, 6, 7), 40, (1, 9), True, num_scored=2), Piece((8,), 0, (3,), False)
+STATES = StateShape((3, 128), torch.bfloat16), StateShape((4, 16, 16), torch.float32)
+LAYERS = LayerShape(2, 16, 8, torch.bfloat16), LayerShape(0, 0, 0, torch.float32, STATES)
+PIECES = Piece((5, 6, 7), 40, (1, 9), True, num_scored=2, slot=4), Piece((8,), 0, (3,), False)
 
 
 def arrived(message: Said) -> Message:
@@ -59,7 +61,7 @@ def setup(rank: int) -> Setup:
         [ReadWeights(ModelId("m"), "digest", torch.float16)] * 2,
         [ReadWeights(ModelId("m"), "", None)] * 2,
         [BindRead()] * 2,
-        [OpenCache(7, 16, LAYERS), OpenCache(7, 16, LAYERS[:1])],
+        [OpenCache(7, 16, 9, LAYERS), OpenCache(7, 16, 9, LAYERS[:1])],
         [Drop()] * 2,
         [GetStats()] * 2,
     ],
@@ -72,21 +74,24 @@ def test_commands_arrive(commands: list[Command]) -> None:
 
 
 def test_a_step_arrives_with_its_numbers() -> None:
-    step = Step(Work(PIECES, (4, 2), (Copy(1, 2, 3),)), 1, is_preflight=True, eager=True)
+    restored, saved = (StateCopy(9, 4),), (StateCopy(4, 7), StateCopy(0, 8))
+    work = Work(PIECES, (4, 2), (Copy(1, 2, 3),), restored, saved)
+    step = Step(work, 1, is_preflight=True, eager=True)
     first, second = commands_of(arrived(said_commands(9, [step] * 2)), 2)
     assert first == second
     assert isinstance(first, Step)
     assert (first.slot, first.is_preflight, first.eager) == (1, True, True)
     assert (tuple(first.work.fresh), tuple(first.work.copies)) == ((4, 2), (Copy(1, 2, 3),))
+    assert (first.work.restored, first.work.saved) == (restored, saved)
     for sent, got in zip(PIECES, first.work.pieces, strict=True):
         assert (tuple(got.tokens), got.start, tuple(got.blocks)) == (sent.tokens, sent.start, sent.blocks)
-        assert (got.samples, got.num_scored) == (sent.samples, sent.num_scored)
+        assert (got.samples, got.num_scored, got.slot) == (sent.samples, sent.num_scored, sent.slot)
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        Done(4, LAYERS, (0, 2, 1), 99),
+        Done(4, LAYERS, 99),
         Done(4),
         Done(4, read=ReadTotal(1 << 40, "disk", buffered=True)),
         Failed(4, "OutOfMemory", "None.", "a b", ends=True),
@@ -101,7 +106,8 @@ def test_ends_arrive(code: int | None) -> None:
     assert event_of(arrived(said_ended(Ended(0, code, "its output"))), 2) == Ended(0, code, "its output")
 
 
-STEP: dict[str, object] = {"slot": 0, "pieces": 0, "fresh": 0, "copies": 0}
+STEP: dict[str, object] = {"slot": 0, "pieces": 0, "fresh": 0, "copies": 0, "restored": 0, "saved": 0}
+OPEN: dict[str, object] = {"num_blocks": 1, "block_tokens": 1, "num_slots": 1}
 
 
 @pytest.mark.parametrize(
@@ -112,8 +118,11 @@ STEP: dict[str, object] = {"slot": 0, "pieces": 0, "fresh": 0, "copies": 0}
         said("step", 1, {**STEP, "fresh": 2}, memoryview(bytes(8))),
         said("step", 1, STEP, memoryview(bytes(8))),
         said("step", 1, STEP, memoryview(bytes(7))),
-        said("open", 1, {"num_blocks": 1, "block_tokens": 1, "layers": []}),
-        said("open", 1, {"num_blocks": 1, "block_tokens": 1, "layers": [[], [[1, 2, 3, "nn"]]]}),
+        said("step", 1, {**STEP, "saved": 1}, memoryview(bytes(4))),
+        said("open", 1, {**OPEN, "layers": []}),
+        said("open", 1, {**OPEN, "layers": [[], [[1, 2, 3, "nn", []]]]}),
+        said("open", 1, {**OPEN, "layers": [[], [[1, 2, 3, "float32", [["float32", -1]]]]]}),
+        said("open", 1, {**OPEN, "layers": [[], [[1, 2, 3, "float32", [["float32"]]]]]}),
         said("read", 1, {"model": "m", "digest": "", "dtype": "load"}),
         said("setup", 1, {"tp": 2, "pp": 2, "stage": 1, "devices": ["cpu", "cpu"]}),
     ],
@@ -126,9 +135,9 @@ def test_nonsense_of_an_engine_is_refused(message: Said) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        said("done", 1, {"part": 2, "layers": [], "called": [], "sent_bytes": 0}),
-        said("done", 1, {"part": 0, "layers": 7, "called": [], "sent_bytes": 0}),
-        said("done", 1, {"part": 0, "layers": [], "called": [], "sent_bytes": 0, "read": {"num_bytes": -1}}),
+        said("done", 1, {"part": 2, "layers": [], "sent_bytes": 0}),
+        said("done", 1, {"part": 0, "layers": 7, "sent_bytes": 0}),
+        said("done", 1, {"part": 0, "layers": [], "sent_bytes": 0, "read": {"num_bytes": -1}}),
         said("failed", 1, {"part": 0, "kind": 1}),
         said("step", 1, {"part": 0}),
     ],

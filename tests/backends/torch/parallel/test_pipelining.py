@@ -16,14 +16,18 @@ from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.backends.torch.forward import Forward, LocalForward, Work
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.recurrent import SnapshotPool, StatePool
+from hotswap.backends.torch.recurrent.mixers import attach
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sampling import Sampler
 from hotswap.backends.torch.sequence import Sequence
+from tests.backends.torch.hybrids import make_hybrid
 from tests.backends.torch.parallel.support import make_prompts
 from tests.backends.torch.zoo import generate, make_model
 
 BLOCK = 16
 NUM_TOKENS = 40
+NUM_SNAPSHOTS = 3
 
 
 class Pipeline(Forward):
@@ -31,6 +35,7 @@ class Pipeline(Forward):
 
     def __init__(self, forward: LocalForward, depth: int) -> None:
         self.num_blocks, self.size_bytes, self.depth = forward.num_blocks, forward.size_bytes, depth
+        self.keeps_states = forward.keeps_states
         self.works: list[Work] = []
         self.under_way: list[int] = []
         self._forward = forward
@@ -53,12 +58,28 @@ def model() -> Any:
     return make_model("llama")
 
 
-def make_runner(model: Any, depth: int, *, num_blocks: int, budget: int = 32) -> tuple[Runner, Pipeline]:
+@pytest.fixture(scope="module")
+def hybrid() -> Any:
+    attention.register()
+    made = make_hybrid("qwen3_5")
+    assert attach(made)
+    return made
+
+
+def make_runner(
+    model: Any, depth: int, *, num_blocks: int, budget: int = 32, keeps_states: bool = False
+) -> tuple[Runner, Pipeline]:
     model.set_attn_implementation(attention.IMPLEMENTATION)
     cache = KVCache(num_blocks, BLOCK, torch.device("cpu"))
-    pipeline = Pipeline(LocalForward(model, cache, invariant=True), depth)
+    states = StatePool(8 + NUM_SNAPSHOTS, torch.device("cpu")) if keeps_states else None
+    pipeline = Pipeline(LocalForward(model, cache, invariant=True, states=states), depth)
     batcher = Batcher(
-        BlockPool(num_blocks), block_tokens=BLOCK, token_budget=budget, max_requests=8, num_batches=depth
+        BlockPool(num_blocks),
+        block_tokens=BLOCK,
+        token_budget=budget,
+        max_requests=8,
+        num_batches=depth,
+        snapshots=SnapshotPool(range(8, 8 + NUM_SNAPSHOTS)) if keeps_states else None,
     )
     return Runner(pipeline, batcher), pipeline
 
@@ -69,11 +90,21 @@ def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("depth", "num_blocks"), [(1, 9), (2, 9), (4, 9), (2, 64)])
-@torch.inference_mode()
 def test_tokens_are_those_of_lone_runs(model: Any, depth: int, num_blocks: int) -> None:
+    check_tokens(model, depth, num_blocks=num_blocks)
+
+
+def test_tokens_are_those_of_lone_runs_with_recurrent_states(hybrid: Any) -> None:
+    """Slots and snapshots are reallocated while steps that use them are in flight."""
+    runner = check_tokens(hybrid, 2, num_blocks=9, keeps_states=True)
+    assert runner.batcher.num_reused_tokens, "the test must begin requests with snapshots"
+
+
+@torch.inference_mode()
+def check_tokens(model: Any, depth: int, *, num_blocks: int, keeps_states: bool = False) -> Runner:
     prompts = make_prompts(depth, 3, 17, 40, 5, 90)
     wanted = expected(model, prompts)
-    runner, _ = make_runner(model, depth, num_blocks=num_blocks)
+    runner, _ = make_runner(model, depth, num_blocks=num_blocks, keeps_states=keeps_states)
     waiting = [
         Sequence(at, list(prompt), len(prompt), len(prompt) + NUM_TOKENS, Sampler(Sampling(), (), ()))
         for at, prompt in enumerate(prompts)
@@ -91,6 +122,7 @@ def test_tokens_are_those_of_lone_runs(model: Any, depth: int, num_blocks: int) 
     assert all(sequence.blocks == [] for sequence in sequences)
     if num_blocks == 9:
         assert runner.batcher.num_preempted, "the test must preempt"
+    return runner
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import anyio
 import pytest
@@ -19,9 +20,12 @@ from hotswap import InstanceState, ModelId, Sampling
 from hotswap.abc import Manifest, WeightStore, WrapperStore
 from hotswap.backends.stores import NvmeStore
 from hotswap.backends.torch import TorchEngine
+from hotswap.backends.torch.kv import state_bytes
+from hotswap.backends.torch.parallel.loader import RankedModel
 from hotswap.backends.torch.parallel.processes import RemoteTraceback
 from hotswap.errors import InstanceError, InstanceLost, OutOfMemory, ShardCorrupt, UnsupportedModel
 from tests.backends.torch.clients import make_client_plans, run_clients
+from tests.backends.torch.hybrids import HYBRIDS, make_hybrid
 from tests.backends.torch.logprobs import LOGPROBS, check_engine
 from tests.backends.torch.parallel.support import (
     add,
@@ -41,14 +45,22 @@ HIDDEN_SIZE = 64
 LENGTHS = (3, 17, 40, 90, 130, 8)
 TENSOR = ("llama", "qwen3", "gemma2", "mixtral", "phi3")
 PIPELINE = ("llama", "gemma2", "gemma3", "gpt2", "mixtral", "qwen2")
+# With recurrent states: stages without attention, layers with two results, and the delta rule. Plans cut
+# attention and MLPs, or experts alone.
+HYBRID_PIPELINE = ("mamba2", "bamba", "qwen3_next")
+HYBRID_TENSOR = ("qwen3_5", "jamba")
+
+
+def made(name: str) -> Any:
+    return make_hybrid(name) if name in HYBRIDS else make_model(name)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cut_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[NvmeStore]:
     """Models sharded for two tensor-parallel ranks."""
     root = tmp_path_factory.mktemp("cut") / "store"
-    for name in TENSOR:
-        add(root, name, make_model(name), tp=2)
+    for name in TENSOR + HYBRID_TENSOR:
+        add(root, name, made(name), tp=2)
     async with NvmeStore(root) as store:
         yield store
 
@@ -57,8 +69,8 @@ async def cut_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[
 async def whole_store(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[NvmeStore]:
     """Models that are not sharded."""
     root = tmp_path_factory.mktemp("whole") / "store"
-    for name in PIPELINE:
-        add(root, name, make_model(name))
+    for name in PIPELINE + HYBRID_PIPELINE:
+        add(root, name, made(name))
     async with NvmeStore(root) as store:
         yield store
 
@@ -101,28 +113,55 @@ async def serving(engine: TorchEngine, store: WeightStore, name: str) -> AsyncIt
 
 async def check_tokens(engine: TorchEngine, name: str, *, sampled: bool = False) -> None:
     """Check that random clients receive the tokens of `generate` for each request alone."""
-    model, prompts = make_model(name), make_prompts(1, *LENGTHS)
+    model, prompts = made(name), make_prompts(1, *LENGTHS)
     plans = make_client_plans(Random(2), name, prompts, [Sampling(max_tokens=NUM_TOKENS)] * len(prompts))
     expected = [generate(model, prompt, NUM_TOKENS) for prompt in prompts]
     assert await run_clients(engine, plans) == expected
 
 
-@pytest.mark.parametrize("name", TENSOR)
+@pytest.mark.parametrize("name", TENSOR + HYBRID_TENSOR)
 async def test_two_tensor_parallel_ranks(tensor_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
     async with serving(tensor_engine, cut_store, name):
         await check_tokens(tensor_engine, name)
 
 
-@pytest.mark.parametrize("name", PIPELINE)
+@pytest.mark.parametrize("name", PIPELINE + HYBRID_PIPELINE)
 async def test_two_stages(pipeline_engine: TorchEngine, whole_store: NvmeStore, name: str) -> None:
     async with serving(pipeline_engine, whole_store, name):
         await check_tokens(pipeline_engine, name)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_5"])
 async def test_two_stages_of_two_ranks(grid_engine: TorchEngine, cut_store: NvmeStore, name: str) -> None:
     async with serving(grid_engine, cut_store, name):
         await check_tokens(grid_engine, name)
+
+
+async def test_each_stage_continues_a_prefix_from_its_part_of_a_snapshot(
+    pipeline_engine: TorchEngine, whole_store: NvmeStore
+) -> None:
+    model, (prompt, other) = made("qwen3_next"), make_prompts(7, 70, 20)
+    async with serving(pipeline_engine, whole_store, "qwen3_next"):
+        for asked in (prompt, other, [*prompt[:68], *other]):
+            request = ask("qwen3_next", asked, NUM_TOKENS)
+            assert await tokens_of(pipeline_engine, request) == generate(model, asked, NUM_TOKENS)
+        assert pipeline_engine.num_reused_tokens == 64, "four blocks, with the states after them"
+
+
+async def test_states_are_held_once_by_stages_and_whole_by_ranks_of_a_stage(
+    tensor_engine: TorchEngine,
+    grid_engine: TorchEngine,
+    cut_store: NvmeStore,
+) -> None:
+    """Plans do not cut recurrent layers. Of three layers the first two have states."""
+    sizes = list[list[int]]()
+    for engine in (tensor_engine, grid_engine):
+        async with serving(engine, cut_store, "qwen3_5"):
+            model = engine._models.serving
+            assert isinstance(model, RankedModel)
+            sizes.append([state_bytes(layers) for layers in model.layers])
+    one = 4 * 16 * 16 * 4 + 3 * 128 * 4
+    assert sizes == [[2 * one] * 2, [one] * 4]
 
 
 @pytest.mark.parametrize("kind", ["tensor_engine", "pipeline_engine"])
@@ -188,6 +227,12 @@ async def test_a_model_without_a_plan_is_refused(tensor_engine: TorchEngine, who
     with pytest.raises(UnsupportedModel, match="no tensor-parallel plan"):
         await tensor_engine.load(await card_of(store, "gpt2"), store)
     assert tensor_engine.status().state is InstanceState.EMPTY
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+async def test_a_model_whose_plan_has_its_output_head_alone_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="no tensor-parallel plan for its layers"):
+        add(tmp_path / "store", name, make_hybrid(name), tp=2)
 
 
 async def test_all_ranks_load_or_none(tensor_engine: TorchEngine, cut_store: NvmeStore) -> None:
