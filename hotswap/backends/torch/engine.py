@@ -92,7 +92,8 @@ class TorchEngine(Engine):
             16,384 on a CPU and with several ranks. On a GPU the memory that is left beside weights, adapters
             and a step of the largest size, which the first load of an architecture measures; as much as the
             weights take stays free for a preload, but at most half.
-        kv_bytes: The capacity of the KV cache as a size. Default: `None`, `kv_tokens` counts.
+        kv_bytes: The capacity of the KV cache as a size, of all ranks together. Default: `None`, `kv_tokens`
+            counts.
         kv_block_tokens: Tokens per KV block, a multiple of 16. Default: 32.
         token_budget: The maximum number of tokens of a step, decodes and prefill chunks together; at least
             `max_requests`. Default: `None`, which is 256 on a CPU, 2,048 on a GPU, and 8,192 with an

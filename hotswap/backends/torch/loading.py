@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotswap.backends.notifier import Observed, StatusNotifier
 from hotswap.backends.torch.adapters.targets import Target
@@ -74,6 +74,16 @@ class KVBudget:
     def takes_rest(self) -> bool:
         """Whether the capacity is what memory is left."""
         return self.size_bytes is None and self.tokens is None
+
+    def of_ranks(self, layers: tuple[LayerShape, ...]) -> KVBudget:
+        """Return the budget of each rank, in tokens: a rank has a part of the bytes of a token.
+
+        Args:
+            layers: What a request keeps in each layer of all ranks.
+        """
+        if self.size_bytes is None:
+            return self
+        return replace(self, tokens=self.size_bytes // max(1, bytes_per_token(layers)), size_bytes=None)
 
     def num_blocks(
         self,

@@ -46,6 +46,14 @@ def test_blocks_leave_room_for_a_preload_or_half_of_the_memory(room_bytes: int, 
     assert budget.most_tokens is None
 
 
+@given(size_bytes=st.integers(BLOCK_BYTES, 1 << 28), cut=st.integers(1, 2))
+def test_the_blocks_of_all_ranks_have_the_size_that_was_given(size_bytes: int, cut: int) -> None:
+    part = KVBudget(None, size_bytes, 16, 1 << 20).of_ranks(LAYERS)
+    for layers in (LAYERS[:cut], LAYERS[cut:]):
+        taken_bytes = part.num_blocks(layers, 1 << 20, 1 << 30) * BLOCK_BYTES
+        assert size_bytes - BLOCK_BYTES < taken_bytes <= size_bytes
+
+
 @pytest.mark.parametrize("make", [lambda: make_model("llama"), lambda: make_hybrid("lfm2")])
 def test_the_step_runs_with_the_blocks_and_states_of_one_request(
     make: Callable[[], object], monkeypatch: pytest.MonkeyPatch

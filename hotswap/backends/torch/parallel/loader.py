@@ -199,8 +199,9 @@ class RankedLoader(Loader):
             (layers, share - taken) for layers, taken in zip(model.layers, model.rank_bytes, strict=True)
         ]
         count, every = budget.num_snapshots(*rooms), tuple(chain.from_iterable(model.layers))
+        part = budget.of_ranks(every)
         num_blocks = min(
-            budget.num_blocks(layers, model.context, room, num_snapshots=count) for layers, room in rooms
+            part.num_blocks(layers, model.context, room, num_snapshots=count) for layers, room in rooms
         )
         if num_blocks < 1:
             states = (
