@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import hotswap.policies
 from hotswap import Adapter, Chat, Fleet, MigrationLimits, Model, Sampling, SwapLimits
+from hotswap.abc import Router, Scheduler
 from hotswap.backends.stores import NvmeStore, PinnedStore
 from hotswap.backends.torch import TorchEngine
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
@@ -65,6 +67,30 @@ def test_a_value_of_any_kind_is_taken_or_refused_by_a_typed_error(
     for value in KINDS:
         with suppress(HotswapError):
             make(**{name: value})
+
+
+GIVEN: dict[str, Any] = {"scheduler": Idle(), "pins": {"e0": "m"}, "cooldown_s": 1.0, "target": 1.0}
+POLICIES = [
+    (policy, name)
+    for policy in vars(hotswap.policies).values()
+    if isinstance(policy, type) and issubclass(policy, Router | Scheduler) and not inspect.isabstract(policy)
+    for name, of in inspect.signature(policy).parameters.items()
+    if of.kind is not inspect.Parameter.VAR_POSITIONAL
+]
+
+
+@pytest.mark.parametrize(("policy", "name"), POLICIES)
+def test_a_policy_refuses_what_is_no_argument_of_its_by_name(policy: type[Any], name: str) -> None:
+    needed = {
+        name: GIVEN[name]
+        for name, of in inspect.signature(policy).parameters.items()
+        if of.default is inspect.Parameter.empty and of.kind is not inspect.Parameter.VAR_POSITIONAL
+    }
+    policy(**needed)
+    wrong: list[Any] = [object(), [1], b"x", math.nan]
+    for value in wrong:
+        with pytest.raises(ConfigError, match=name):
+            policy(**{**needed, name: value})
 
 
 ENGINE = [name for name in inspect.signature(TorchEngine).parameters if name not in ("id", "skeletons")]

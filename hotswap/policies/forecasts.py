@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import exp, floor, isfinite
 
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.request import ModelId
 from hotswap.view import FleetView
@@ -13,6 +14,7 @@ from hotswap.view import FleetView
 __all__ = ["SeasonalRates"]
 
 
+@check_arguments
 class SeasonalRates:
     """The rates at which requests come, by model and by part of a period such as the day.
 

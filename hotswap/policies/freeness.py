@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from math import inf
 from typing import Literal, TypeAlias
 
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.view import InstanceState, InstanceView
 
@@ -36,6 +37,7 @@ class VirtualUsage:
         return self.physical + self.queuing + self.headroom + self.fake
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class Freeness:
     """The freeness of an instance: the KV blocks that its virtual usage leaves, per request of its batch.

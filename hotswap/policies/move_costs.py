@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hotswap.action import MigrationMethod, MigrationRecord
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.migration import MoveChoice, Mover, MoveView
 from hotswap.policies.linear_fit import LinearFit
@@ -10,6 +11,7 @@ from hotswap.policies.linear_fit import LinearFit
 __all__ = ["MoveCosts"]
 
 
+@check_arguments
 class MoveCosts(Mover):
     """Chooses the quickest method to move a request, or lets the request end where it is if that is sooner.
 

@@ -9,6 +9,7 @@ from math import fsum, isfinite
 from statistics import median
 
 from hotswap.action import MigrationRecord, SwapRecord
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.linear_fit import LinearFit
 from hotswap.request import ModelId
@@ -21,6 +22,7 @@ __all__ = ["LoadCosts", "QueuedLoads", "StartupCosts"]
 _NUM_ERRORS = 256
 
 
+@check_arguments
 class LoadCosts:
     """The time of a load: `q + n / b`, with a bandwidth for each tier that is learned from loads.
 
@@ -129,6 +131,7 @@ class QueuedLoads:
         return self._costs.load_s(seen, model)
 
 
+@check_arguments
 class StartupCosts:
     """The three times that a placement compares: of a load, of moving a request, of the rest of a request.
 

@@ -327,5 +327,5 @@ def test_under_a_steady_load_moving_ends(cluster: Cluster, rule: VirtualUsageRes
 
 @pytest.mark.parametrize("values", [{"low": nan}, {"low": 4.0}, {"high": 2.0}, {"high": inf}, {"low": -inf}])
 def test_senseless_thresholds_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^low is .* and high is "):
+    with pytest.raises(ConfigError, match=r"^low is "):
         VirtualUsageRescheduler(**values)

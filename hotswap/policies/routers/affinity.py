@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hotswap.argument_kinds import check_arguments
 from hotswap.policies.routers.candidates import best_candidate
 from hotswap.policies.routers.imbalance import check_thresholds, imbalanced
 from hotswap.policies.routers.least_loaded import by_load
@@ -14,6 +15,7 @@ from hotswap.view import FleetView, InstanceId, InstanceView
 __all__ = ["AffinityRouter"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AffinityRouter(Router):
     """Prefers replicas that hold the request's adapter, until they are much busier than the others.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, TypeAlias
 
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.routers.candidates import can_hold, candidates
 from hotswap.policies.routers.hash_ring import VIRTUAL_NODES, clockwise, point_of
@@ -19,6 +20,7 @@ __all__ = ["ConsistentHashRouter", "RoutingKey"]
 RoutingKey: TypeAlias = Literal["prefix", "adapter"] | Callable[[Request], str]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsistentHashRouter(Router):
     """Sends requests with the same key to the same replica, until that one has more than its share.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from hotswap.argument_kinds import check_arguments
 from hotswap.policies.freeness import Freeness
 from hotswap.policies.routers.candidates import best_candidate
 from hotswap.request import Request
@@ -16,6 +17,7 @@ __all__ = ["FreenessRouter", "infaas_router"]
 _Rank: TypeAlias = tuple[bool, float, int, int, InstanceId]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class FreenessRouter(Router):
     """Sends a request to the freest open replica of its model; `None` if there is none.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.routers.candidates import can_hold, candidates
 from hotswap.policies.routers.least_loaded import by_load
@@ -23,6 +24,7 @@ _MANY = 64
 _ROUNDING = 1e-9
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTimeRouter(Router):
     """Sends a request to the open replica of its model with the least expected time to first token.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.routers.candidates import best_candidate, is_candidate
 from hotswap.policies.routers.hash_ring import clockwise, point_of
@@ -17,6 +18,7 @@ from hotswap.view import CountRank, FleetView, InstanceId, InstanceView
 __all__ = ["PrefixRouter"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixRouter(Router):
     """Sends requests with the same prefix to one replica, whose KV blocks they reuse, unless it is too busy.

@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, isfinite
 
 from hotswap.action import Action, PinAdapters
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.instances import is_leaving
 from hotswap.request import AdapterId, ModelId
@@ -18,6 +19,7 @@ from hotswap.view import AdapterView, FleetView, InstanceId, InstanceState, Inst
 __all__ = ["AdapterPool"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPool(Scheduler):
     """Keeps adapters loaded on the replicas of their model: needed ones first, then popular, then due ones.

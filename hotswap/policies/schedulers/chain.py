@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hotswap.action import Action
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.prediction import accepted, assume
 from hotswap.scheduler import Scheduler
@@ -63,6 +64,7 @@ class KeepAsIs(Scheduler):
         return ()
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class Cooldown(Scheduler):
     """Protects an instance from swaps for `cooldown_s` seconds after it began to serve its model.

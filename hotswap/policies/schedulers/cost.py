@@ -10,6 +10,7 @@ from math import inf, ldexp
 from typing import NamedTuple
 
 from hotswap.action import Action, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.policies.resume_costs import resume_s
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.policies.schedulers.instances import used_s
@@ -28,6 +29,7 @@ _PATIENCE = 4.0
 _CERTAIN = 1.000_001
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class CostSwap(Scheduler):
     """Gives a model an instance once its requests have waited for as long as the swap would stop others.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hotswap.action import Action, Resize, Swap, Unload
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.scheduler import Scheduler
 from hotswap.view import FleetView, InstanceView
@@ -13,6 +14,7 @@ from hotswap.view import FleetView, InstanceView
 __all__ = ["ElasticMemory"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class ElasticMemory(Scheduler):
     """Plans what another scheduler plans, and moves KV memory to instances whose queues lack KV blocks.

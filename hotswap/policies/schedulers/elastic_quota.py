@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite, ldexp
 
 from hotswap.action import Action, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.resume_costs import resume_s
 from hotswap.policies.schedulers.allocation import Allocation
@@ -69,6 +70,7 @@ def quotas(n: Sequence[float], c: float, *, max_quota_s: float = 4.0) -> Quotas:
     return Quotas(alpha, tuple(share / value for value in n))
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticQuota(Scheduler):
     """Lets more active models than instances take turns, each just long enough to keep its tokens on time.

@@ -7,6 +7,7 @@ from math import exp, inf, isfinite
 from typing import NamedTuple
 
 from hotswap.action import Action, Prefetch, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.forecasts import SeasonalRates
 from hotswap.policies.prediction import assume
@@ -27,6 +28,7 @@ _LEFT_IDLE = 1
 _MOST_TRIED = 8
 
 
+@check_arguments
 class Forecast(Scheduler):
     """Loads models that will soon be asked for to idle instances and to memory; `inner` plans all else.
 

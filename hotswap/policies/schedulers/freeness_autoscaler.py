@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from math import ceil, inf, isfinite
 
 from hotswap.action import Action, Swap, Unload
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.freeness import Freeness, is_terminating
 from hotswap.policies.schedulers.allocation import Allocation
@@ -16,6 +17,7 @@ from hotswap.view import FleetView, InstanceState, InstanceView, ModelView
 __all__ = ["FreenessAutoscaler"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class FreenessAutoscaler(Scheduler):
     """Adds an EMPTY instance to a model while its average freeness is low, and removes one while it is high.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
 from hotswap.action import Action, Swap, Unload
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.policies.schedulers.instances import used_s
@@ -16,6 +17,7 @@ from hotswap.view import FleetView, ModelView
 __all__ = ["HorizontalAutoscaler"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizontalAutoscaler(Scheduler):
     """Gives each model EMPTY instances in proportion to its requests, and unloads surplus replicas.

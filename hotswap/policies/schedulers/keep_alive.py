@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from hotswap.action import Action, Swap, Unload
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.policies.schedulers.instances import used_s
@@ -16,6 +17,7 @@ from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, Mod
 __all__ = ["KeepAliveSwap"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepAliveSwap(Scheduler):
     """Loads an absent model when a request waits for it, on an EMPTY or the least recently used instance.

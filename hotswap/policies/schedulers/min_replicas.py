@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hotswap.action import Action, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.scheduler import Scheduler
@@ -14,6 +15,7 @@ from hotswap.view import FleetView
 __all__ = ["RestoreMinReplicas", "restore_min_replicas"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreMinReplicas(Scheduler):
     """Brings every model back to its `min_replicas`, and plans nothing else.

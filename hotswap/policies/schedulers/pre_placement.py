@@ -8,6 +8,7 @@ from math import inf, isfinite, log
 from typing import NamedTuple
 
 from hotswap.action import Action, Prefetch
+from hotswap.argument_kinds import check_arguments
 from hotswap.checks import check_counts
 from hotswap.errors import ConfigError
 from hotswap.policies.prediction import assume
@@ -23,6 +24,7 @@ __all__ = ["PrePlacement"]
 _UNSEEN = 0.01
 
 
+@check_arguments
 class PrePlacement(Scheduler):
     """Prefetches models that are loaded often to the fastest tier of more nodes; `inner` plans all else.
 

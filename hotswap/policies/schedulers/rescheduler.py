@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from math import isfinite
 
 from hotswap.action import Action, Migrate, MigrationMethod
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.freeness import Freeness, is_terminating
 from hotswap.request import ModelId
@@ -16,6 +17,7 @@ from hotswap.view import FleetView, InstanceState, InstanceView, RunningView
 __all__ = ["VirtualUsageRescheduler", "arrived", "left"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class VirtualUsageRescheduler(Scheduler):
     """Moves one request from each instance of low freeness to one of the same model with high freeness.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from hotswap.action import Action, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.policies.schedulers.instances import is_leaving, used_s
@@ -16,6 +17,7 @@ from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, Mod
 __all__ = ["ShepherdSwap"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShepherdSwap(Scheduler):
     """Takes the instance with the least running work for a model with over `lambda_` times that work waiting.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hotswap.action import Action, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.allocation import Allocation
 from hotswap.request import ModelId
@@ -15,6 +16,7 @@ from hotswap.view import FleetView
 __all__ = ["StaticPinning"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class StaticPinning(Scheduler):
     """Loads onto each instance the model that it is pinned to, and no other.

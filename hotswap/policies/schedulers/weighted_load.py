@@ -9,6 +9,7 @@ from math import hypot, inf, isfinite
 from typing import Literal
 
 from hotswap.action import Action, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.allocation import Allocation, Spare
 from hotswap.policies.schedulers.min_replicas import restore_min_replicas
@@ -19,6 +20,7 @@ from hotswap.view import FleetView, ModelView
 __all__ = ["WeightedLoadSwap"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True)
 class WeightedLoadSwap(Scheduler):
     """Gives the most loaded model a replica of the least loaded one.

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import get_args
 
 from hotswap.action import Action, Swap
+from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
 from hotswap.policies.schedulers.startup_time.plan import StartupPlan, Victims
 from hotswap.policies.startup_costs import QueuedLoads, StartupCosts
@@ -17,6 +18,7 @@ from hotswap.view import FleetView
 __all__ = ["StartupTimePlacement"]
 
 
+@check_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupTimePlacement(Scheduler):
     """Starts a model with waiting requests where its startup time is least; requests there move away.
