@@ -249,7 +249,7 @@ class Models:
             raise InstanceError(
                 f"Engine {self._engine!r} has no device_budget, so its KV pool keeps its size."
             )
-        job = ResizeJob(num_blocks, post)
+        job = ResizeJob(num_blocks, post, worker.publish)
         worker.submit(job)
         await self.life.unless_lost(job.ended.wait())
         if job.reached is None:

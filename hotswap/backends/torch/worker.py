@@ -54,6 +54,9 @@ class Worker:
         publish: Called on the thread with the report of each step, and with the counters after commands.
         ended: Called last on the thread: with `None` after `stop`, else with the error of a step or a
             command.
+
+    Attributes:
+        publish: As given, for jobs that change counters and must tell them before their end.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Worker:
         publish: Callable[[Report], object],
         ended: Callable[[Exception | None], object],
     ) -> None:
-        self._publish, self._ended, self._threads = publish, ended, threads
+        self.publish, self._ended, self._threads = publish, ended, threads
         self._commands: deque[Callable[[], None]] = deque()
         self._queued_jobs: list[Job] = []  # not begun yet
         self._jobs: deque[tuple[Job, Pieces]] = deque()
@@ -196,7 +199,7 @@ class Worker:
                     self._runner.batcher.settle()
             throttle.set_stepping(self._runner is not None and not self._runner.idle)
             if self._runner is not None:
-                self._publish(self._runner.report())
+                self.publish(self._runner.report())
         return True
 
     def _wait_for_command(self, seconds: float) -> bool:
@@ -274,4 +277,4 @@ class Worker:
         for sampled in report.sampled:
             if sampled.is_last:
                 self._sequences.pop(sampled.ticket, None)
-        self._publish(report)
+        self.publish(report)

@@ -161,6 +161,7 @@ async def _serve_at_random(seed: int, spare_mb: float) -> None:
             servers.cancel_scope.cancel()
         for engine in both:
             await engine.unload()
+            await engine.drop_preload()  # of a swap that was cancelled before its load
         assert budget.held_bytes == 0
     assert len(num_blocks) > 1 or spare_mb < 0.1
 

@@ -351,7 +351,7 @@ async def test_snapshots_are_in_the_budget_of_memory() -> None:
     assert sizes == {"none": 4, "default": 8, "three": 7, "little memory": 5}
     options |= {"memory_bytes": card.weight_bytes + (1 << 20), "snapshot_bytes": "1 MiB"}
     async with TorchEngine("e0", **options) as engine:
-        with pytest.raises(OutOfMemory, match=r"snapshots; .*snapshot_bytes"):
+        with pytest.raises(OutOfMemory, match=r"snapshots, which take .*snapshot_bytes"):
             await engine.load(card, store)
 
 
