@@ -20,6 +20,8 @@ SHAPES = [(n, k) for n in (64, 1280, 4096, 8192, 28672, 57344) for k in (64, 102
 UNITS = (20, 60, 132, 304)
 # ptxas spills addresses before the loop and reloads them after it, so that more programs fit on a unit.
 _MOST_SPILLED = 55
+# Like sm_80 and sm_100, with less shared memory.
+_ALIKE = {"sm_86", "sm_89", "sm_120"}
 _DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
 
 
@@ -28,15 +30,17 @@ def programs(target: Target) -> Iterable[Program]:
 
     There are four programs for each tile of the heuristic, which cover all pairs of: groups or channels,
     split K or not, even sizes without a bias or ragged sizes with a bias. fp16 differs by its conversion
-    only. A tile that was measured has run on its device, as one that fits: it is compiled once.
+    only. A tile that was measured has run on its device, as one that fits: it is compiled once. For targets
+    that differ from another in their shared memory alone two of the four stand for all.
     """
     for tile in sorted(measured(target) - by_rule(target), key=repr):
         yield fused(tile, target, "bf16", 128, split=True)
     for tile in sorted(by_rule(target), key=repr):
         yield fused(tile, target, "bf16", 128, split=True)
-        yield fused(tile, target, "bf16", 128, split=False, ragged=True)
         yield fused(tile, target, "bf16", None, split=True, ragged=True)
-        yield fused(tile, target, "fp16", None, split=False)
+        if target.name not in _ALIKE:
+            yield fused(tile, target, "bf16", 128, split=False, ragged=True)
+            yield fused(tile, target, "fp16", None, split=False)
     for dtype in _DTYPES:
         yield dequantize(dtype)
 
