@@ -12,19 +12,15 @@ you have freed.
 
 from __future__ import annotations
 
-import logging
-import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from hotswap.budget_accounts import BudgetAccount, BudgetAccounts, call_all, size_text
 from hotswap.checks import check_callables, check_counts, check_strings
-from hotswap.errors import ConfigError, OutOfMemory
+from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 
 __all__ = ["DeviceBudget", "DeviceLease"]
-
-_log = logging.getLogger("hotswap")
 
 
 class DeviceBudget:
@@ -50,7 +46,8 @@ class DeviceBudget:
         self._size_bytes = parse_bytes(size_bytes, "size_bytes")
         if not self._size_bytes:
             raise ConfigError("size_bytes is 0; give the bytes that the engines share.")
-        self._accounts = _Accounts(self._size_bytes)
+        self._accounts = self._make_accounts()
+        self._leases: dict[BudgetAccount, DeviceLease] = {}
 
     @property
     def name(self) -> str:
@@ -65,20 +62,20 @@ class DeviceBudget:
     @property
     def held_bytes(self) -> int:
         """What all leases hold."""
-        with self._accounts.lock:
+        with self._accounts:
             return self._accounts.held
 
     @property
     def free_bytes(self) -> int:
         """What any lease could take: neither held, nor part of a floor."""
-        with self._accounts.lock:
+        with self._accounts:
             return self._accounts.free
 
     @property
     def leases(self) -> tuple[DeviceLease, ...]:
         """The open leases, oldest first."""
-        with self._accounts.lock:
-            return tuple(self._accounts.leases.values())
+        with self._accounts:
+            return tuple(self._leases.values())
 
     def lease(
         self,
@@ -115,17 +112,20 @@ class DeviceBudget:
         ceiling = self._size_bytes
         if ceiling_bytes is not None:
             ceiling = min(ceiling, parse_bytes(ceiling_bytes, "ceiling_bytes"))
-        account = _Account(holder, floor, ceiling, on_wanted, on_free)
-        with self._accounts.lock:
+        account = BudgetAccount(holder, floor, ceiling, on_wanted, on_free)
+        with self._accounts:
             self._accounts.open(account)
-            lease = self._accounts.leases[holder] = DeviceLease(self, self._accounts, account)
+            lease = self._leases[account] = DeviceLease(self, self._accounts, account)
         return lease
 
+    def _make_accounts(self) -> BudgetAccounts:
+        return BudgetAccounts(self._size_bytes)
+
     def __repr__(self) -> str:
-        with self._accounts.lock:
+        with self._accounts:
             parts = "; ".join(map(str, self._accounts.by_holder.values())) or "no leases"
             held = self._accounts.held
-        return f"<DeviceBudget [{_size(held)} of {_size(self._size_bytes)} held | {parts}]>"
+        return f"<{type(self).__name__} [{size_text(held)} of {size_text(self._size_bytes)} held | {parts}]>"
 
 
 class DeviceLease:
@@ -135,7 +135,7 @@ class DeviceLease:
         holder: The name of the holder.
     """
 
-    def __init__(self, budget: DeviceBudget, accounts: _Accounts, account: _Account) -> None:
+    def __init__(self, budget: DeviceBudget, accounts: BudgetAccounts, account: BudgetAccount) -> None:
         self.holder = account.holder
         self._budget, self._accounts, self._account = budget, accounts, account
 
@@ -167,8 +167,14 @@ class DeviceLease:
     @property
     def available_bytes(self) -> int:
         """What the holder could take now; another thread may take it first, save what the floor covers."""
-        with self._accounts.lock:
+        with self._accounts:
             return self._accounts.available(self._account)
+
+    @property
+    def reachable_bytes(self) -> int:
+        """What the holder could take if the others had no more than their floors."""
+        with self._accounts:
+            return self._accounts.reachable(self._account)
 
     @property
     def owed_bytes(self) -> int:
@@ -176,13 +182,13 @@ class DeviceLease:
 
         Giving it is a request: memory that is in use stays.
         """
-        with self._accounts.lock:
+        with self._accounts:
             return self._accounts.owed(self._account)
 
     @property
     def others_lack_bytes(self) -> int:
         """What other holders want and their floors do not cover, whether this one could give it or not."""
-        with self._accounts.lock:
+        with self._accounts:
             return self._accounts.others_lack(self._account)
 
     def take(self, size_bytes: int) -> bool:
@@ -198,15 +204,15 @@ class DeviceLease:
         """
         check_counts(ConfigError, 0, size_bytes=size_bytes)
         accounts, account = self._accounts, self._account
-        with accounts.lock:
+        with accounts:
             if accounts.take(account, size_bytes):
                 return True
             exceeds = account.held + size_bytes > account.ceiling
             asked = accounts.note(account, 0 if exceeds else size_bytes)
         if not asked:
             return False
-        _call(asked)
-        with accounts.lock:
+        call_all(asked)
+        with accounts:
             return accounts.take(account, size_bytes)
 
     def give(self, size_bytes: int) -> None:
@@ -216,7 +222,7 @@ class DeviceLease:
             ConfigError: the holder has fewer bytes, or the size is no whole number from 0 on.
         """
         check_counts(ConfigError, 0, size_bytes=size_bytes)
-        with self._accounts.lock:
+        with self._accounts:
             if size_bytes > self._account.held:
                 raise ConfigError(
                     f"{self.holder!r} gives back {size_bytes} bytes of a device budget and has taken "
@@ -224,7 +230,7 @@ class DeviceLease:
                 )
             self._account.held -= size_bytes
             waiting = self._accounts.waiting(self._account) if size_bytes else []
-        _call(waiting)
+        call_all(waiting)
 
     def want(self, size_bytes: int) -> None:
         """Note that the holder lacks bytes, without taking any; 0 withdraws the note.
@@ -236,143 +242,20 @@ class DeviceLease:
         """
         check_counts(ConfigError, 0, size_bytes=size_bytes)
         account = self._account
-        with self._accounts.lock:
+        with self._accounts:
             asked = self._accounts.note(account, min(size_bytes, account.ceiling - account.held))
-        _call(asked)
+        call_all(asked)
 
     def close(self) -> None:
         """End the lease: give back all that it holds, and its floor. A second call does nothing."""
-        with self._accounts.lock:
+        with self._accounts:
             waiting = self._accounts.close(self._account)
-        _call(waiting)
+            self._budget._leases.pop(self._account, None)
+        call_all(waiting)
 
     def __repr__(self) -> str:
         account = self._account
-        wants = f", wants {_size(account.wanted)}" if account.wanted else ""
-        floor, ceiling = _size(account.floor), _size(account.ceiling)
-        held = _size(account.held)
+        wants = f", wants {size_text(account.wanted)}" if account.wanted else ""
+        floor, ceiling = size_text(account.floor), size_text(account.ceiling)
+        held = size_text(account.held)
         return f"<DeviceLease {self.holder} [{held} held, floor {floor}, ceiling {ceiling}{wants}]>"
-
-
-@dataclass(slots=True, eq=False)
-class _Account:
-    """What a holder has; the accounts' lock guards it."""
-
-    holder: str
-    floor: int
-    ceiling: int
-    on_wanted: Callable[[], object] | None
-    on_free: Callable[[], object] | None
-    held: int = 0
-    wanted: int = 0
-
-    @property
-    def reserved(self) -> int:
-        """What no other holder can take."""
-        return max(self.held, self.floor)
-
-    @property
-    def lacking(self) -> int:
-        """The wanted bytes that the floor does not cover."""
-        return max(self.held + self.wanted, self.floor) - self.reserved
-
-    def __str__(self) -> str:
-        wants = f", wants {_size(self.wanted)}" if self.wanted else ""
-        return f"{self.holder}: {_size(self.held)}, floor {_size(self.floor)}{wants}"
-
-
-class _Accounts:
-    """The accounts of all holders of one budget. Callers hold `lock`, and make the callbacks without it."""
-
-    def __init__(self, size: int) -> None:
-        self.lock = threading.Lock()
-        self.size = size
-        self.by_holder: dict[str, _Account] = {}
-        self.leases: dict[str, DeviceLease] = {}
-
-    @property
-    def held(self) -> int:
-        return sum(account.held for account in self.by_holder.values())
-
-    @property
-    def free(self) -> int:
-        return self.size - sum(account.reserved for account in self.by_holder.values())
-
-    def open(self, account: _Account) -> None:
-        """Add an account, or raise the error of `DeviceBudget.lease`."""
-        holder, floor = account.holder, account.floor
-        names = ", ".join(map(repr, self.by_holder)) or "no holder"
-        if holder in self.by_holder:
-            raise ConfigError(f"{holder!r} has a lease of this budget; give each holder a name of its own.")
-        if floor > account.ceiling:
-            raise ConfigError(
-                f"The floor of {holder!r} is {_size(floor)}, and it may hold at most "
-                f"{_size(account.ceiling)}; lower floor_bytes."
-            )
-        floors = sum(other.floor for other in self.by_holder.values())
-        if floors + floor > self.size:
-            raise ConfigError(
-                f"A floor of {_size(floor)} for {holder!r} exceeds the budget, which has {_size(self.size)}, "
-                f"and the floors of {names} take {_size(floors)}; lower a floor, or make the budget larger."
-            )
-        if floor > self.free:
-            raise OutOfMemory(
-                f"The budget has {_size(self.free)} free, and the floor of {holder!r} is {_size(floor)}; "
-                f"{names} must give memory back first. Try again later."
-            )
-        self.by_holder[holder] = account
-
-    def close(self, account: _Account) -> list[Callable[[], object]]:
-        """Remove an account, unless that was done; return the callbacks of those that want memory."""
-        if self.by_holder.get(account.holder) is not account:
-            return []
-        del self.by_holder[account.holder], self.leases[account.holder]
-        account.held = account.wanted = account.floor = account.ceiling = 0
-        return self.waiting(account)
-
-    def available(self, account: _Account) -> int:
-        return min(account.ceiling - account.held, account.reserved - account.held + self.free)
-
-    def take(self, account: _Account, size: int) -> bool:
-        if size > self.available(account):
-            return False
-        account.held += size
-        account.wanted = 0
-        return True
-
-    def note(self, account: _Account, wanted: int) -> list[Callable[[], object]]:
-        """Note what is wanted; return the callbacks of others that are to be asked for it."""
-        rises, account.wanted = wanted > account.wanted, wanted
-        if not (rises and account.lacking):
-            return []
-        others = (other for other in self.by_holder.values() if other is not account)
-        return [other.on_wanted for other in others if other.on_wanted is not None and self.owed(other)]
-
-    def waiting(self, giver: _Account) -> list[Callable[[], object]]:
-        """The callbacks of other holders that want memory."""
-        others = (other for other in self.by_holder.values() if other is not giver)
-        return [other.on_free for other in others if other.on_free is not None and other.wanted]
-
-    def others_lack(self, account: _Account) -> int:
-        return sum(other.lacking for other in self.by_holder.values() if other is not account)
-
-    def owed(self, account: _Account) -> int:
-        """What the other holders lack beyond what is free, at most what this one has above its floor."""
-        spare = account.held - account.floor
-        lacking = self.others_lack(account) if spare > 0 else 0
-        return min(spare, max(0, lacking - self.free)) if lacking else 0
-
-
-def _call(callbacks: list[Callable[[], object]]) -> None:
-    for callback in callbacks:
-        try:
-            callback()
-        except Exception:
-            _log.exception("A holder of a device budget failed to handle a change of the budget")
-
-
-def _size(size_bytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.4g} {unit}"
-    return f"{size_bytes} bytes"

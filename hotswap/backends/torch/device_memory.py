@@ -148,8 +148,7 @@ class LeasedMemory(DeviceMemory):
     @property
     def reachable_bytes(self) -> int:
         """What could be taken if others had no more than their floors."""
-        others = sum(lease.floor_bytes for lease in self.budget.leases if lease is not self._lease)
-        return min(self._ceiling_bytes, self.budget.size_bytes - others) - self._held.held_bytes
+        return self._held.reachable_bytes
 
     @property
     def owed_bytes(self) -> int:
