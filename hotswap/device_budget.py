@@ -1,4 +1,4 @@
-"""`DeviceBudget`: the memory of one device, shared by several engines of one process.
+"""`DeviceBudget`: the memory of one device, shared by several engines.
 
 Each holder (an engine) has a lease with a *floor*, which it can always take, and a *ceiling*. What is above
 the floors goes to whichever holder asks first. A holder that lacks memory is noted with what it wants; those
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 from hotswap.budget_accounts import BudgetAccount, BudgetAccounts, call_all, size_text
 from hotswap.checks import check_callables, check_counts, check_strings
@@ -24,7 +25,7 @@ __all__ = ["DeviceBudget", "DeviceLease"]
 
 
 class DeviceBudget:
-    """Counts the bytes of a device that engines of one process share.
+    """Counts the bytes of a device that engines of one process share (`SharedDeviceBudget`: of several).
 
     The leases never hold more than the size in total, and the floor of each lease is always available to it:
     the sum over all leases of `max(held_bytes, floor_bytes)` is at most the size.
@@ -115,8 +116,15 @@ class DeviceBudget:
         account = BudgetAccount(holder, floor, ceiling, on_wanted, on_free)
         with self._accounts:
             self._accounts.open(account)
-            lease = self._leases[account] = DeviceLease(self, self._accounts, account)
+            lease = DeviceLease(self, self._accounts, account, partial(self._close, account))
+            self._leases[account] = lease
         return lease
+
+    def _close(self, account: BudgetAccount) -> None:
+        with self._accounts:
+            waiting = self._accounts.close(account)
+            self._leases.pop(account, None)
+        call_all(waiting)
 
     def _make_accounts(self) -> BudgetAccounts:
         return BudgetAccounts(self._size_bytes)
@@ -135,9 +143,15 @@ class DeviceLease:
         holder: The name of the holder.
     """
 
-    def __init__(self, budget: DeviceBudget, accounts: BudgetAccounts, account: BudgetAccount) -> None:
+    def __init__(
+        self,
+        budget: DeviceBudget,
+        accounts: BudgetAccounts,
+        account: BudgetAccount,
+        close: Callable[[], None],
+    ) -> None:
         self.holder = account.holder
-        self._budget, self._accounts, self._account = budget, accounts, account
+        self._budget, self._accounts, self._account, self._close = budget, accounts, account, close
 
     @property
     def budget(self) -> DeviceBudget:
@@ -248,10 +262,7 @@ class DeviceLease:
 
     def close(self) -> None:
         """End the lease: give back all that it holds, and its floor. A second call does nothing."""
-        with self._accounts:
-            waiting = self._accounts.close(self._account)
-            self._budget._leases.pop(self._account, None)
-        call_all(waiting)
+        self._close()
 
     def __repr__(self) -> str:
         account = self._account

@@ -28,6 +28,10 @@ class Budgets(RuleBasedStateMachine):
         self.leases: dict[str, DeviceLease] = {}
         self.held: dict[str, int] = {}
 
+    def budget_of(self, name: str) -> DeviceBudget:
+        """The budget of which a holder has its lease."""
+        return self.budget
+
     def some_lease(self, data: st.DataObject) -> DeviceLease:
         return self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
 
@@ -40,12 +44,12 @@ class Budgets(RuleBasedStateMachine):
         most = SIZE if ceiling is None else min(ceiling, SIZE)
         if name in self.leases or floor > most or floors + floor > SIZE:
             with pytest.raises(ConfigError, match=name):
-                self.budget.lease(name, floor, ceiling)
+                self.budget_of(name).lease(name, floor, ceiling)
         elif self.reserved() + floor > SIZE:
             with pytest.raises(OutOfMemory, match=name):
-                self.budget.lease(name, floor, ceiling)
+                self.budget_of(name).lease(name, floor, ceiling)
         else:
-            self.leases[name] = self.budget.lease(name, floor, ceiling)
+            self.leases[name] = self.budget_of(name).lease(name, floor, ceiling)
             self.held[name] = 0
 
     @precondition(lambda self: self.leases)
@@ -92,7 +96,9 @@ class Budgets(RuleBasedStateMachine):
 
     @invariant()
     def is_never_exceeded(self) -> None:
-        assert {lease.holder: lease.held_bytes for lease in self.budget.leases} == self.held
+        assert {name: lease.held_bytes for name, lease in self.leases.items()} == self.held
+        for name, lease in self.leases.items():
+            assert lease in self.budget_of(name).leases
         assert self.budget.held_bytes == sum(self.held.values())
         assert self.budget.free_bytes == SIZE - self.reserved() >= 0
 

@@ -22,7 +22,10 @@ RUN_BY: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/chat.md": ((_TORCH, "test_a_chat_is_answered_streamed_and_continued"),) * 2,
     "docs/checkpoints.md": ((_BLOCKS, "test_values_are_made_as_pages_have_them"),),
-    "docs/device-memory.md": ((_TORCH, "test_engines_share_the_memory_of_a_device"),),
+    "docs/device-memory.md": (
+        (_TORCH, "test_engines_share_the_memory_of_a_device"),
+        (_TORCH, "test_engines_of_processes_share_the_memory_of_a_device"),
+    ),
     "docs/door.md": (
         (_BLOCKS, "test_a_server_listens_as_the_page_has_it"),
         (_BLOCKS, "test_the_door_opens_with_keys_as_the_page_has_it"),

@@ -126,7 +126,7 @@ async def test_engines_share_the_memory_of_a_device(source: Path, tmp_path: Path
     other = await fleet.generate("b", "b" * 100, Sampling(max_tokens=2))"""
     places = {'"40 GiB"': '"40 MiB"', '"18 GiB"': '"18 MiB"', "    ...": asked}
     names["Sampling"] = Sampling
-    await run(runnable("device-memory.md", "DeviceBudget(", places), names)
+    await run(runnable("device-memory.md", "Fleet(", places), names)
     assert names["first"].text == names["other"].text == "cd"
     assert names["budget"].held_bytes == 0, "closed engines hold nothing"
 
@@ -221,6 +221,13 @@ async def test_engines_of_processes_are_made(tmp_path: Path) -> None:
     assert names["engine"].id == "e0"
     await run(runnable("remote.md", "partition("), names)
     assert [engine.id for engine in names["engines"]] == ["chat", "code"]
+
+
+async def test_engines_of_processes_share_the_memory_of_a_device() -> None:
+    names: dict[str, Any] = {"TorchEngine": TorchEngine}
+    await run(runnable("device-memory.md", "SharedDeviceBudget("), names)
+    assert [engine.id for engine in names["engines"]] == ["chat", "code"]
+    assert names["budget"].size_bytes == 40 << 30
 
 
 async def test_nodes_share_their_stores(tmp_path: Path) -> None:

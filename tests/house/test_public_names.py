@@ -209,6 +209,7 @@ NAMES = {
         "ProcessEngine",
         "Share",
         "ShareMaker",
+        "SharedDeviceBudget",
         "StoreMaker",
         "partition",
     ],

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from hotswap.backends.pool_fields import PoolFields
 from hotswap.backends.sim.batcher import Batcher
 from hotswap.device_budget import DeviceBudget, DeviceLease
-from hotswap.errors import InstanceError, OutOfMemory
+from hotswap.errors import ConfigError, InstanceError, OutOfMemory
 from hotswap.hardware import parse_bytes
 from hotswap.model import ModelCard
 from hotswap.view import InstanceId
@@ -238,9 +238,8 @@ class LeasedMemory(Memory):
         """Return how many blocks the pool could have if others had no more than their floors."""
         if not self._block_bytes:
             return self._most_blocks
-        floors = sum(lease.floor_bytes for lease in self._budget.leases if lease is not self._lease)
-        room = self._budget.size_bytes - floors - self._weight_bytes
-        return min(self._most_blocks, room // self._block_bytes)
+        held_by_pool = self._held.held_bytes - self._weight_bytes
+        return min(self._most_blocks, (held_by_pool + self._held.reachable_bytes) // self._block_bytes)
 
     def _num_available(self) -> int:
         room = self._batcher.most_blocks - self._batcher.num_blocks
@@ -287,8 +286,10 @@ def memory_of(
     """Return the memory of an engine: `size_bytes` of its own, or of a budget where it has one.
 
     Raises:
-        ConfigError: the floor is no size.
+        ConfigError: the floor is no size, or the budget is shared by several processes.
     """
     if budget is None:
         return FixedMemory(engine, batcher, size_bytes)
+    if type(budget) is not DeviceBudget:  # others call holders from threads
+        raise ConfigError(f"device_budget is {budget!r}; give simulated engines a DeviceBudget.")
     return LeasedMemory(engine, batcher, budget, parse_bytes(floor_bytes, "floor_bytes"), resized)

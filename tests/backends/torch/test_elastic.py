@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from random import Random
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from hotswap import DeviceBudget, ModelId, PromptTooLong, Request, RequestId, Sampling
 from hotswap.abc import SupportsResize
+from hotswap.backends.process import SharedDeviceBudget
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.errors import ConfigError, InstanceError, OutOfMemory, RequestEvicted
@@ -47,7 +49,7 @@ async def started(budget: DeviceBudget, *names: str, **options: Any) -> AsyncGen
     }
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(TorchEngine(name, **given | options)) for name in names]
-    assert budget.held_bytes == 0
+    assert not budget.leases
 
 
 def request(model: str, number: int, prompt: tuple[int, ...], count: int) -> Request:
@@ -104,6 +106,24 @@ async def test_memory_follows_the_load_from_one_engine_to_the_other_and_back() -
             assert status.least_kv_blocks <= status.num_kv_blocks <= status.most_kv_blocks
             lent = (status.most_kv_blocks - status.least_kv_blocks) * status.kv_block_bytes
             assert 0 < lent <= budget.size_bytes - 2 * FLOOR
+
+
+async def test_memory_follows_the_load_between_the_engines_of_two_processes_and_back() -> None:
+    """Each engine has a budget object of its own, and they know each other by the name alone."""
+    store = make_store()
+    here, there = (SharedDeviceBudget(f"elastic-{os.getpid()}", "5 MiB") for _ in range(2))
+    async with started(here, "e0") as (e0,), started(there, "e1") as (e1,):
+        await e0.load(store.card("a"), store)
+        await e1.load(store.card("b"), store)
+        sizes: list[tuple[int, int]] = []
+        for engine, model in ((e0, "a"), (e1, "b"), (e0, "a")):
+            await read_all(engine, model, 24)
+            assert here.held_bytes <= here.size_bytes
+            sizes.append((e0.status().num_kv_blocks, e1.status().num_kv_blocks))
+        first, second, third = sizes
+        assert first[0] > second[0] < third[0]
+        assert first[1] < second[1] > third[1]
+        assert e0.status().device_budget == e1.status().device_budget == here.name
 
 
 @given(seed=st.integers(0, 1 << 30), spare_mb=st.floats(0, 3))
