@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappush
 
 __all__ = ["BlockPool", "Content", "Copy"]
 
@@ -128,27 +128,30 @@ class BlockPool:
         """
         return self.num_blocks
 
-    def restore(self, count: int) -> None:
-        """Take back `count` withdrawn blocks, the lowest numbers first; they are free."""
-        self._free.extend(heappop(self._withdrawn) for _ in range(count))
+    def withdraw(self, count: int, group: int = 1) -> list[int]:
+        """Withdraw up to `count` groups of blocks that no request uses, and return their blocks.
 
-    def withdraw(self, count: int) -> list[int]:
-        """Withdraw up to `count` blocks that no request uses, and return them.
+        Free ones first, the highest numbers first; then those with cached blocks, whose content is lost: the
+        least recently released first, a group as its last one.
 
-        Free ones first, the highest numbers first; then cached ones, least recently released first, whose
-        content is lost.
+        Args:
+            count: How many groups.
+            group: How many blocks a group has: the first those from 0 on, and so none that can be withdrawn
+                unless a group is one block.
         """
-        chosen = sorted(self._free, reverse=True)[:count]
-        if chosen:
-            kept = set(self._free).difference(chosen)
-            self._free = deque(block for block in self._free if block in kept)
-        while len(chosen) < count and self._cached:
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
-            chosen.append(block)
-        for block in chosen:
+        idle = Counter(block // group for block in (*self._free, *self._cached))
+        released = {block // group: at for at, block in enumerate(self._cached)}
+        whole = (number for number, size in idle.items() if size == group)
+        chosen = sorted(whole, key=lambda number: (released.get(number, -1), -number))[:count]
+        taken = set(chosen)
+        self._free = deque(block for block in self._free if block // group not in taken)
+        blocks = [number * group + at for number in chosen for at in range(group)]
+        for block in blocks:
+            if block in self._cached:
+                del self._cached[block]
+                self._forget(block)
             heappush(self._withdrawn, block)
-        return chosen
+        return blocks
 
     def is_referenced(self, block: int) -> bool:
         """Whether any request uses the block."""

@@ -111,7 +111,7 @@ class TorchEngine(Engine):
         memory_bytes: The limit of weights (preloaded ones included), KV blocks and recurrent states together.
             Weights that a store lends to a CPU do not count: they are in the store's budget. Default: `None`,
             all of the device or its budget; set it if engines share a device by no budget.
-        device_budget: Memory that engines share, on a CPU (`docs/device-memory.md`). The KV
+        device_budget: Memory that engines share (`docs/device-memory.md`). The KV
             cache grows to at most `kv_tokens`; a request can have what fits into the floor beside weights.
         floor_bytes: What the engine can always take of `device_budget`, for all that `memory_bytes` limits.
         idle_bytes: On a CPU, the size of freed weight memory that is kept for the next load, which then

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
-from math import prod
+from math import gcd, lcm, prod
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from hotswap.backends import memory
+from hotswap.backends.torch import device_pages
 from hotswap.backends.torch.blocks import Copy
 from hotswap.backends.torch.buffers import host_bytes
+from hotswap.backends.torch.device_pages import PagedRange, PageDriver
 from hotswap.backends.torch.recurrent.states import StateShape
 from hotswap.kernels import paged_attention_gpu
 from hotswap.kernels.kv_blocks import BlockTable, gather, scatter
@@ -97,8 +99,12 @@ class KVCache:
             in the shape that is written, so that no config is parsed for head counts and widths.
         first_layer: The index of the first of `layers`, for a pipeline stage.
         by_kernels: Whether attention on a GPU may read the blocks by Triton kernels.
-        is_elastic: Whether `discard` will return memory of blocks to the system; on a CPU only. Pages are
+        is_elastic: Whether memory of blocks comes by `populate` and goes by `discard`. On a CPU pages are
             small then: a huge page that is allocated or returned takes the blocks around with it.
+
+    Attributes:
+        group_blocks: How many blocks have their memory together, from block 0 on; 1 on a CPU, and in a cache
+            that is not elastic.
     """
 
     def __init__(
@@ -113,6 +119,9 @@ class KVCache:
         is_elastic: bool = False,
     ) -> None:
         self._by_kernels, self._is_elastic = by_kernels, is_elastic
+        self._driver = device_pages.driver_for(device) if is_elastic else None
+        self._ranges: list[tuple[PagedRange, int, int]] = []  # with layers, and the bytes of a layer's group
+        self.group_blocks = 1 if self._driver is None else _group_blocks(layers, block_tokens, self._driver)
         self.num_blocks, self.block_tokens, self.device = num_blocks, block_tokens, device
         # The numbers of rows of a tile that layers have asked for; see `device_attention`.
         self.tile_rows: set[int] = set()
@@ -123,9 +132,8 @@ class KVCache:
         self._scratch: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._blocks: BlockTable | None = None
         self._make(first_layer, layers)
-        if not self._begins_zeroed:
-            for stack in self._stacks[1].values():
-                stack[:, 0] = 0
+        if self._driver is None:
+            self._clear_first()
 
     @property
     def in_place(self) -> bool:
@@ -170,18 +178,56 @@ class KVCache:
         for values in self._stacks[1].values():
             values.index_fill_(1, self._index(blocks), 0)
 
-    def discard(self, runs: Iterable[range]) -> None:
-        """Return the memory of runs of consecutive blocks to the system, as far as it is whole pages.
+    def populate(self, groups: Iterable[int]) -> None:
+        """Have memory for groups of blocks; on a CPU they take it when they are written.
 
-        The blocks read zeros from now on, and take memory again when they are written. On other devices than
-        a CPU nothing happens.
+        Raises:
+            OutOfMemory: the device has not so much; the groups have none then.
         """
+        if self._driver is None:
+            return
+        wanted = list(groups)
+        try:
+            for group, (pages, layers, size) in product(wanted, self._ranges):
+                for layer in range(layers):
+                    pages.map(self._offset(pages, layers, layer, group, size), size)
+        except BaseException:
+            self._unmap(wanted)
+            raise
+        if 0 in wanted:
+            self._clear_first()
+
+    def discard(self, runs: Iterable[range]) -> None:
+        """Return the memory of runs of consecutive blocks to the system.
+
+        On a CPU as far as it is whole pages: the blocks read zeros from now on, and take memory again when
+        they are written. On a GPU the runs are of whole groups, which must not be read until `populate`.
+        """
+        if self._driver is not None:
+            groups = {block // self.group_blocks for run in runs for block in run}
+            self._driver.wait()  # for steps that may still read them
+            self._unmap(groups)
+            return
         if not self.in_place:
             return
         for run, stack in product(runs, self._all()):
             size = stack[0, 0].nbytes
             for layer in stack:
                 memory.discard(layer.data_ptr() + run.start * size, len(run) * size)
+
+    def _unmap(self, groups: Iterable[int]) -> None:
+        for group, (pages, layers, size) in product(groups, self._ranges):
+            for layer in range(layers):
+                pages.unmap(self._offset(pages, layers, layer, group, size))
+
+    def _offset(self, pages: PagedRange, layers: int, layer: int, group: int, size: int) -> int:
+        return layer * (pages.size_bytes // layers) + group * size
+
+    def _clear_first(self) -> None:
+        """Zero the values of block 0, which padding reads."""
+        if not self._begins_zeroed:
+            for stack in self._stacks[1].values():
+                stack[:, 0] = 0
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Make copies between blocks, in order; the slots after the copied ones are cleared."""
@@ -356,6 +402,30 @@ class KVCache:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate without writing: blocks are cleared on allocation, and writing gigabytes delays a swap."""
+        if self._driver is not None:
+            return self._addresses(shape, dtype)
         if self._begins_zeroed:
             return host_bytes(prod(shape) * dtype.itemsize, huge=not self._is_elastic).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _addresses(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Reserve addresses: the groups of each layer begin on a granule, and have no memory yet."""
+        assert self._driver is not None, "the cache is elastic"
+        layers, blocks, *entry = shape
+        num_groups = -(-blocks // self.group_blocks)
+        size = self.group_blocks * prod(entry) * dtype.itemsize
+        if not size:  # of layers without attention
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        pages = PagedRange(self._driver, layers * num_groups * size)
+        self._ranges.append((pages, layers, size))
+        return pages.tensor().view(dtype).view(layers, -1, *entry)[:, :blocks]
+
+
+def _group_blocks(layers: Sequence[LayerShape], block_tokens: int, driver: PageDriver) -> int:
+    """Return of how many blocks the memory is whole granules, in every layer."""
+    sizes = {
+        block_tokens * layer.kv_heads * dim * layer.dtype.itemsize
+        for layer in layers
+        for dim in (layer.key_dim, layer.value_dim)
+    } - {0}
+    return lcm(*(driver.granule_bytes // gcd(driver.granule_bytes, size) for size in sizes))

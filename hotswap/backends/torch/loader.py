@@ -206,7 +206,7 @@ class LocalLoader(Loader):
 
     def _room_bytes(self, model: LocalModel, budget: KVBudget, kept: KVCache | None) -> int:
         """Return the memory for KV blocks and states, those of a cache that is kept included. Blocking."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or budget.is_elastic:
             return self._left_bytes
         skeleton = model.skeleton
         step_bytes = self._largest_step.size_bytes(

@@ -120,8 +120,8 @@ class Settings:
             _check(self.floor_bytes is None, "floor_bytes", self.floor_bytes, "None without a device_budget")
             return
         check_kind(ConfigError, "device_budget", self.device_budget, DeviceBudget)
-        what = "with a device_budget, which is implemented for engines of one rank on a CPU"
-        _check(self.first_device.type == "cpu", "device", self.device, f"'cpu' {what}")
+        what = "with a device_budget, which is implemented for engines of one rank"
+        _check(self.first_device.type in ("cpu", "cuda"), "device", self.device, f"'cpu' or 'cuda' {what}")
         _check(self.num_ranks == 1, "tp times pp", self.num_ranks, f"1 {what}")
         _check(not self.packed_bytes, "packed_bytes", self.packed_bytes, "0 or None with a device_budget")
         if self.floor_bytes is None or not parse_bytes(self.floor_bytes, "floor_bytes"):

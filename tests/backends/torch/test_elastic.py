@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from hotswap import DeviceBudget, ModelId, PromptTooLong, Request, RequestId, Sampling
 from hotswap.abc import SupportsResize
 from hotswap.backends.process import SharedDeviceBudget
-from hotswap.backends.torch import SkeletonCache, TorchEngine
+from hotswap.backends.torch import SkeletonCache, TorchEngine, device_pages
 from hotswap.backends.torch.blocks import BlockPool
 from hotswap.errors import ConfigError, InstanceError, OutOfMemory, RequestEvicted
 from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.host_pages import HostDriver
 from tests.backends.torch.test_elastic_blocks import resident_bytes
 from tests.backends.torch.zoo import generate, make_model
 from tests.runtime.support import until
@@ -83,7 +85,14 @@ def held_by(budget: DeviceBudget, name: str) -> int:
     return next(lease.held_bytes for lease in budget.leases if lease.holder == name)
 
 
-async def test_memory_follows_the_load_from_one_engine_to_the_other_and_back() -> None:
+@pytest.mark.parametrize("in_groups", [False, True])
+async def test_memory_follows_the_load_from_one_engine_to_the_other_and_back(
+    in_groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups, as on a GPU, blocks of other engines have no memory here: to read one ends the process."""
+    driver = HostDriver(4 * mmap.PAGESIZE)
+    if in_groups:
+        monkeypatch.setattr(device_pages, "driver_for", lambda device: driver)
     store, budget = make_store(), DeviceBudget("5 MiB")
     async with started(budget, "e0", "e1") as (e0, e1):
         await e0.load(store.card("a"), store)
@@ -106,6 +115,11 @@ async def test_memory_follows_the_load_from_one_engine_to_the_other_and_back() -
             assert status.least_kv_blocks <= status.num_kv_blocks <= status.most_kv_blocks
             lent = (status.most_kv_blocks - status.least_kv_blocks) * status.kv_block_bytes
             assert 0 < lent <= budget.size_bytes - 2 * FLOOR
+        if in_groups:
+            blocks = sum(engine.status().num_kv_blocks + 1 for engine in (e0, e1))
+            assert sum(driver.parts.values()) == blocks * e0.status().kv_block_bytes
+            assert driver.num_waits, "no step may read what is given back"
+    assert not driver.parts
 
 
 async def test_memory_follows_the_load_between_the_engines_of_two_processes_and_back() -> None:

@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hotswap import DeviceBudget, InstanceId
+from hotswap.backends.torch import device_pages
 from hotswap.backends.torch.batcher import Batcher
 from hotswap.backends.torch.blocks import BlockPool, Content
 from hotswap.backends.torch.device_memory import LeasedMemory
@@ -23,18 +24,29 @@ from hotswap.backends.torch.elastic_blocks import ElasticBlocks
 from hotswap.backends.torch.kv import KVCache, LayerShape
 from hotswap.errors import OutOfMemory
 from tests.backends.torch.batcher_harness import BatcherHarness, make
+from tests.backends.torch.host_pages import HostDriver
 
 BLOCK_TOKENS = 8
-SHAPE = LayerShape(1, 2, 2, torch.float32)
+SHAPE = LayerShape(1, 128, 128, torch.float32)
 BLOCK_BYTES = SHAPE.bytes_per_token * BLOCK_TOKENS
 LEAST, MOST = 8, 40
+# The blocks that have their memory together: one on a CPU, more on a GPU.
+GROUPS = [1, 4]
 
 
 class Engine:
-    """A batcher whose pool is leased, with the checks of `BatcherHarness`; blocks given back lose content."""
+    """A batcher whose pool is leased, with the checks of `BatcherHarness`; blocks given back lose content.
 
-    def __init__(self, name: str, memory: LeasedMemory, **options: int) -> None:
-        self.cache = KVCache(MOST, BLOCK_TOKENS, torch.device("cpu"), [SHAPE], is_elastic=True)
+    Attributes:
+        driver: Maps the memory of its blocks; `None` on a CPU.
+    """
+
+    def __init__(self, name: str, memory: LeasedMemory, driver: HostDriver | None, **options: int) -> None:
+        self.driver = driver
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_pages, "driver_for", lambda device: driver)
+            self.cache = KVCache(MOST, BLOCK_TOKENS, torch.device("cpu"), [SHAPE], is_elastic=True)
+        self.discard = self.cache.discard
         self.blocks = ElasticBlocks(self.cache, memory)
         self.blocks.begin(0, 0)
         self.harness = BatcherHarness(
@@ -45,11 +57,13 @@ class Engine:
 
     def lose(self, runs: Iterable[range]) -> None:
         """What the system does with pages that are given back."""
+        runs = list(runs)
         for run in runs:
             for block in run:
                 assert not self.blocks.is_referenced(block), "memory in use is given back"
                 for at in range(BLOCK_TOKENS):
                     self.harness.memory.pop((block, at), None)
+        self.discard(runs)
 
     @property
     def batcher(self) -> Batcher:
@@ -64,7 +78,7 @@ class Engine:
         self.num_sent += 1
         shared = [7] * random.choice([0, 5, 8, 20, 24])
         own = [random.randrange(3) for _ in range(random.randrange(1, 12))]
-        most = LEAST * BLOCK_TOKENS - len(shared) - len(own)
+        most = self.blocks.least_blocks * BLOCK_TOKENS - len(shared) - len(own)
         self.harness.add(make(self.num_sent, shared + own, random.randrange(1, most + 1)))
 
     def step(self) -> None:
@@ -78,11 +92,13 @@ class Engine:
         pool = self.blocks
         lease = next(lease for lease in self.memory.budget.leases if lease.holder == self.name)
         assert lease.held_bytes == (pool.num_blocks + 1) * BLOCK_BYTES, "what is used is what is leased"
-        assert LEAST <= pool.num_blocks <= pool.reachable_blocks <= MOST
+        if self.driver is not None:
+            assert sum(self.driver.parts.values()) == lease.held_bytes, "what is leased is what is allocated"
+        assert pool.least_blocks <= pool.num_blocks <= pool.reachable_blocks <= MOST
 
 
 @contextmanager
-def engines(size_blocks: int, **options: int) -> Generator[tuple[DeviceBudget, list[Engine]]]:
+def engines(size_blocks: int, group: int = 1, **options: int) -> Generator[tuple[DeviceBudget, list[Engine]]]:
     """Two engines under a budget of so many blocks, each with a floor of `LEAST` and block 0."""
     budget, floor = DeviceBudget(size_blocks * BLOCK_BYTES), (LEAST + 1) * BLOCK_BYTES
     with ExitStack() as stack:
@@ -92,7 +108,9 @@ def engines(size_blocks: int, **options: int) -> Generator[tuple[DeviceBudget, l
                 InstanceId(name), budget, floor_bytes=floor, ceiling_bytes=budget.size_bytes
             )
             stack.enter_context(memory.opened(lambda call: call()))
-            both.append(Engine(name, memory, **options))
+            driver = HostDriver(group * BLOCK_BYTES // 2) if group > 1 else None
+            both.append(Engine(name, memory, driver, **options))
+            assert both[-1].blocks.least_blocks == (LEAST + 1) // group * group - 1
         yield budget, both
         for engine in both:
             for sequence in [*engine.batcher.running, *engine.batcher.waiting]:
@@ -101,10 +119,10 @@ def engines(size_blocks: int, **options: int) -> Generator[tuple[DeviceBudget, l
         assert budget.held_bytes == 0
 
 
-def serve_at_random(seed: int, size_blocks: int, turns: int = 60) -> None:
+def serve_at_random(seed: int, size_blocks: int, group: int = 1, turns: int = 60) -> None:
     """Two engines serve load that moves between them, and are resized at random; then all requests end."""
     random = Random(seed)
-    with engines(size_blocks) as (budget, both):
+    with engines(size_blocks, group) as (budget, both):
         for _ in range(turns):
             busy = both[random.random() < 0.5]
             for _ in range(random.choice([0, 1, 4])):
@@ -125,16 +143,19 @@ def serve_at_random(seed: int, size_blocks: int, turns: int = 60) -> None:
         assert all(len(engine.harness.ended) == engine.num_sent for engine in both), "what is admitted ends"
 
 
+@pytest.mark.parametrize("group", GROUPS)
 @given(seed=st.integers(0, 1 << 30), size_blocks=st.integers(2 * (LEAST + 1), 2 * MOST + 4))
 @example(seed=0, size_blocks=2 * (LEAST + 1))
 @settings(max_examples=15, deadline=None)
-def test_requests_read_their_own_blocks_and_end_while_memory_moves(seed: int, size_blocks: int) -> None:
-    serve_at_random(seed, size_blocks)
+def test_requests_read_their_own_blocks_and_end_while_memory_moves(
+    group: int, seed: int, size_blocks: int
+) -> None:
+    serve_at_random(seed, size_blocks, group)
 
 
-def serve_all(seeds: Iterable[int]) -> None:
+def serve_all(seeds: Iterable[int], group: int) -> None:
     for seed in seeds:
-        serve_at_random(seed, 40)
+        serve_at_random(seed, 40, group)
 
 
 # ---------------------------------------------------------------------- mistakes that this must detect
@@ -143,9 +164,9 @@ def serve_all(seeds: Iterable[int]) -> None:
 def blocks_given_back_are_still_found(patch: pytest.MonkeyPatch) -> None:
     original = BlockPool.withdraw
 
-    def withdraw(self: Any, count: int) -> list[int]:
+    def withdraw(self: Any, count: int, group: int = 1) -> list[int]:
         contents, keys, starts = dict(self._contents), dict(self._by_key), dict(self._by_start)
-        chosen = original(self, count)
+        chosen = original(self, count, group)
         self._contents, self._by_key, self._by_start = contents, keys, starts
         return chosen
 
@@ -153,7 +174,7 @@ def blocks_given_back_are_still_found(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_in_use_are_given_back(patch: pytest.MonkeyPatch) -> None:
-    def withdraw(self: Any, count: int) -> list[int]:
+    def withdraw(self: Any, count: int, group: int = 1) -> list[int]:
         chosen = [block for block in range(self.most_blocks, 0, -1) if block not in self._withdrawn][:count]
         self._free = type(self._free)(block for block in self._free if block not in chosen)
         self._withdrawn += chosen
@@ -166,14 +187,14 @@ def blocks_are_added_without_a_lease(patch: pytest.MonkeyPatch) -> None:
     def grow(self: Any, count: int) -> bool:
         if count > len(self._withdrawn):
             return False
-        self.restore(count)
+        self._restore(count)
         return True
 
     patch.setattr(ElasticBlocks, "grow", grow)
 
 
 def blocks_are_withdrawn_and_never_given(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ElasticBlocks, "_give", lambda self, count: self.withdraw(max(0, count)))
+    patch.setattr(ElasticBlocks, "_give", lambda self, count: self.withdraw(max(0, count), self._group))
 
 
 def pools_shrink_below_their_floor(patch: pytest.MonkeyPatch) -> None:
@@ -181,7 +202,7 @@ def pools_shrink_below_their_floor(patch: pytest.MonkeyPatch) -> None:
 
     def begin(self: Any, weight_bytes: int, state_bytes: int) -> None:
         original(self, weight_bytes, state_bytes)
-        self._least = 2
+        self._least_groups = 3
 
     patch.setattr(ElasticBlocks, "begin", begin)
 
@@ -195,12 +216,42 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_property_detects(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
+def groups_are_added_without_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "populate", lambda self, groups: None)
+
+
+def groups_are_given_and_keep_their_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "_unmap", lambda self, groups: None)
+
+
+def groups_are_given_of_which_a_block_is_in_use(patch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.withdraw
+
+    def withdraw(self: Any, count: int, group: int = 1) -> list[int]:
+        blocks = original(self, count)
+        return sorted(
+            {at for block in blocks for at in range(block // group * group, block // group * group + group)}
+        )
+
+    patch.setattr(BlockPool, "withdraw", withdraw)
+
+
+GROUP_MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
+    groups_are_added_without_memory,
+    groups_are_given_and_keep_their_memory,
+    groups_are_given_of_which_a_block_is_in_use,
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "group"),
+    [*((mistake, 1) for mistake in MISTAKES), *((mistake, 4) for mistake in (*MISTAKES, *GROUP_MISTAKES))],
+)
+def test_the_property_detects(mistake: Callable[[pytest.MonkeyPatch], None], group: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         mistake(patch)
         with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
-            serve_all(range(30))
+            serve_all(range(30), group)
 
 
 # ---------------------------------------------------------------------- rules of their own
@@ -240,8 +291,6 @@ def test_the_least_recently_used_blocks_are_given_first_and_free_ones_before_the
     assert pool.find(bytes([0])) == blocks[0]
     assert pool.withdraw(9) == [blocks[0], blocks[1]], "blocks in use stay"
     assert (pool.num_blocks, pool.num_free) == (2, 0)
-    pool.restore(3)
-    assert sorted(pool.allocate(3)) == sorted([blocks[0], blocks[1], blocks[2]])
 
 
 def test_a_resize_interrupts_the_last_requests_and_holds_while_others_want_memory() -> None:

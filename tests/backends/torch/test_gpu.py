@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from hotswap import InstanceState, Model, ModelId, Request, RequestId, Sampling
+from hotswap import DeviceBudget, InstanceState, Model, ModelId, Request, RequestId, Sampling
 from hotswap.abc import ModelCard
 from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore, TieredStore
 from hotswap.backends.stores.convert import convert
@@ -105,6 +105,35 @@ async def test_tokens_equal_generate_and_memory_is_freed(
             await engine.unload()  # raises if the memory is not freed
             assert engine.status().state is InstanceState.EMPTY
     assert bool(gathered) == (gpu_steps == "gathered"), "another path was taken"
+
+
+async def test_engines_under_a_budget_lend_each_other_memory() -> None:
+    """A group of blocks of these models is 4,096 blocks of 16 tokens, since a granule has 2 MiB."""
+    model = make_model("llama")
+    store, budget = DictStore(), DeviceBudget("1 GiB")
+    cards = [store.add(name, model) for name in "ab"]
+    model.to("cuda")
+    prompts = [[number + 2, *PROMPT * 8] for number in range(8)]
+    expected = [generate(model, prompt, 12) for prompt in prompts]
+    options: dict[str, Any] = {"device": "cuda", "kv_tokens": 1 << 20, "max_requests": 8}
+    async with (
+        TorchEngine("e0", device_budget=budget, floor_bytes="200 MiB", **options) as e0,
+        TorchEngine("e1", device_budget=budget, floor_bytes="200 MiB", **options) as e1,
+    ):
+        for engine, card in zip((e0, e1), cards, strict=True):
+            await engine.load(card, store)
+        for engine, card in zip((e0, e1, e0), (*cards, cards[0]), strict=True):
+            most = engine.status().most_kv_blocks
+            assert most is not None
+            assert await engine.resize_kv(most) == engine.status().num_kv_blocks
+            sampling = [Sampling(max_tokens=12)] * len(prompts)
+            plans = make_client_plans(Random(1), card.id, prompts, sampling)
+            assert await run_clients(engine, plans) == expected
+            await engine.resize_kv(0)
+            assert budget.held_bytes <= budget.size_bytes
+        await e0.unload()
+        await e1.unload()
+    assert not budget.leases
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
