@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from hotswap.commands.table import table
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
-from hotswap.offline.workloads import Lengths, log_normal_lengths, zipf_mix
+from hotswap.offline.workloads import Lengths, log_normal_lengths, power_law_lengths, zipf_mix
 from hotswap.policies.by_name import router_named, scheduler_named
 from hotswap.profiling.profiles import Profile
 from hotswap.simulation.cluster import Cluster
 from hotswap.simulation.outcome import Outcome, Slo
 from hotswap.simulation.plots import draw
 from hotswap.simulation.run import simulate
-from hotswap.simulation.trace import Trace, generate, power_law_lengths
+from hotswap.simulation.trace import Trace, generate
 
 __all__ = ["DEFAULT", "asked_cluster", "asked_trace", "simulate_all"]
 
@@ -34,6 +35,7 @@ COLUMNS = (
 )
 COUNTS = ("num_swaps", "num_evicted", "num_moved")
 _MADE = ("poisson", "gamma")
+_MOST_MODELS = 1_000_000
 
 
 def simulate_all(
@@ -48,6 +50,8 @@ def simulate_all(
         losses=tuple(_loss(text) for text in arguments.lose),
     )
     slo = Slo(ttft_s=arguments.ttft, tpot_s=arguments.tpot)
+    if arguments.out:
+        _make_directory(arguments.out)
     outcomes = [
         simulate(
             trace,
@@ -61,14 +65,10 @@ def simulate_all(
         )
         for text in arguments.scheduler or DEFAULT
     ]
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        for number, outcome in enumerate(outcomes, start=1):
-            (arguments.out / f"outcome-{number}.json").write_text(
-                outcome.as_json(slo) + "\n", encoding="utf-8"
-            )
-        if arguments.plots:
-            draw(outcomes, arguments.out)
+    for number, outcome in enumerate(outcomes if arguments.out else (), start=1):
+        (arguments.out / f"outcome-{number}.json").write_text(outcome.as_json(slo) + "\n", encoding="utf-8")
+    if arguments.out and arguments.plots:
+        draw(outcomes, arguments.out)
     report: dict[str, object] = {
         "trace": {"name": trace.name, "num_requests": len(trace.requests), "models": trace.models},
         "engines": arguments.engines,
@@ -79,6 +79,14 @@ def simulate_all(
     heads = ("SCHEDULER", *map(str.upper, (*COLUMNS, *COUNTS)))
     rows = [_row(outcome, slo) for outcome in outcomes]
     return report, f"{table(heads, rows)}\nATTAINMENT: {_in_time_text(slo)}"
+
+
+def _make_directory(place: Path) -> None:
+    """Make the directory for the report, before hours of simulation end without a place for it."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"{str(place)!r} cannot be made: {exc}; give another --out.") from exc
 
 
 def _in_time_text(slo: Slo) -> str:
@@ -92,9 +100,9 @@ def _in_time_text(slo: Slo) -> str:
 def asked_trace(arguments: argparse.Namespace) -> Trace:
     """Return the trace of the arguments, scaled and cut as they say."""
     trace = trace_of(arguments.trace, arguments.seed)
-    if arguments.rate:
+    if arguments.rate is not None:
         trace = trace.at_rate(arguments.rate)
-    return trace.first(arguments.requests) if arguments.requests else trace
+    return trace if arguments.requests is None else trace.first(arguments.requests)
 
 
 def asked_cluster(arguments: argparse.Namespace) -> Cluster:
@@ -133,7 +141,10 @@ def trace_of(text: str, seed: int) -> Trace:
         numbers = {key: float(value) for key, value in words.items() if key != "law"}
     except ValueError as exc:
         raise ConfigError(f"{text!r} has a word that is no number: {exc}.") from exc
-    models = [f"m{number}" for number in range(int(numbers.get("models", 1)))]
+    num_models = numbers.get("models", 1.0)
+    if not (1 <= num_models <= _MOST_MODELS and num_models.is_integer()):
+        raise ConfigError(f"models is {num_models:g}; give a whole number from 1 to {_MOST_MODELS:,}.")
+    models = [f"m{number}" for number in range(int(num_models))]
     return generate(
         seed,
         models=zipf_mix(models, exponent=numbers.get("zipf", 0.0)),
@@ -154,7 +165,7 @@ def _lengths(tokens: float | None, law: str) -> Lengths | None:
         raise ConfigError(f"law is {law!r}; give 'log-normal' or 'power'.")
     if tokens is None:
         return None
-    return power_law_lengths(int(tokens)) if law == "power" else log_normal_lengths(tokens)
+    return power_law_lengths(tokens) if law == "power" else log_normal_lengths(tokens)
 
 
 def _loss(text: str) -> tuple[float, str]:

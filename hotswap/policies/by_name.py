@@ -111,5 +111,6 @@ def _called(made: type, given: Sequence[object], options: Mapping[str, object], 
     try:
         called: object = made(*given, **options)
     except (TypeError, ValueError) as exc:
-        raise ConfigError(f"{text!r} cannot be made: {exc}.") from exc
+        told = str(exc).removesuffix(".")
+        raise ConfigError(f"{text!r} cannot be made: {told}.") from exc
     return called

@@ -9,6 +9,7 @@ from typing import TypeVar
 from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.load import Reporting
+from hotswap.checks import check_counts, check_positive, check_required_seconds
 from hotswap.device_budget import DeviceBudget
 from hotswap.errors import ConfigError
 from hotswap.profiling.profiles import PROFILES, Profile
@@ -72,8 +73,13 @@ class Cluster:
     kv_floor: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.num_engines < 1:
-            raise ConfigError(f"num_engines is {self.num_engines!r}; give 1 or more.")
+        counts = ("num_engines", "token_budget", "max_requests", "max_context_tokens", "engines_per_device")
+        check_counts(ConfigError, 1, **{name: getattr(self, name) for name in counts})
+        check_counts(ConfigError, 0, max_adapters=self.max_adapters, host_bytes=self.host_bytes or 0)
+        rates = {name: getattr(self, name) for name in ("host_bytes_per_s", "disk_bytes_per_s")}
+        check_positive(ConfigError, **rates)
+        for at_s, engine in self.losses:
+            check_required_seconds(ConfigError, **{f"The time of the loss of {engine!r}": at_s})
         if self.num_nodes < 0 or (self.num_nodes and self.num_engines % self.num_nodes):
             raise ConfigError(
                 f"num_nodes is {self.num_nodes!r}; give 0, or what divides {self.num_engines} engines."
@@ -85,9 +91,8 @@ class Cluster:
             raise ConfigError(f"batching is {self.batching!r}; give 'mixed' or 'prefill_first'.")
         if self.reporting not in ("live", "by_step"):
             raise ConfigError(f"reporting is {self.reporting!r}; give 'live' or 'by_step'.")
-        if self.engines_per_device < 1 or not 0 < self.kv_floor <= 1:
-            told = f"{self.engines_per_device!r} and kv_floor is {self.kv_floor!r}"
-            raise ConfigError(f"engines_per_device is {told}; give 1 or more, and a share over 0, at most 1.")
+        if not 0 < self.kv_floor <= 1:
+            raise ConfigError(f"kv_floor is {self.kv_floor!r}; give a share over 0, at most 1.")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark!r}; give a share of all blocks, 0 to below 1.")
         if unknown := sorted({engine for _, engine in self.losses} - engines):

@@ -82,7 +82,7 @@ def fewest_engines(
         raise ConfigError(f"share is {share!r}; give a share of requests, over 0 and at most 1.")
     if not 1 <= guess <= most:
         raise ConfigError(f"guess is {guess!r} and most is {most!r}; give 1 or more, and no larger guess.")
-    if not warm_s < trace.seconds:
+    if not warm_s <= trace.seconds:
         raise ConfigError(f"warm_s is {warm_s!r}; {trace.name!r} has no request after {trace.seconds:g} s.")
     slo, met = slo or Slo(), dict[int, float]()
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
 from hotswap.action import MigrationRecord, SwapRecord
+from hotswap.checks import check_required_seconds
+from hotswap.errors import ConfigError
 
 __all__ = ["Outcome", "Sample", "Served", "Slo", "percentile"]
 
@@ -78,6 +80,9 @@ class Slo:
 
     ttft_s: float = 10.0
     tpot_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_required_seconds(ConfigError, ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
     def met(self, request: Served) -> bool:
         """Whether it got that, and ended well."""

@@ -5,23 +5,32 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
-from math import ceil, isfinite
+from math import isfinite
 from pathlib import Path
 from random import Random
 
+from hotswap.checks import MAX_PROMPT_TOKENS, check_counts, check_positive, check_priority
 from hotswap.errors import ConfigError
-from hotswap.offline.workloads import Lengths, gamma_gaps, log_normal_lengths, poisson_gaps
+from hotswap.offline.workloads import (
+    Lengths,
+    check_arrivals,
+    check_weights,
+    gamma_gaps,
+    log_normal_lengths,
+    poisson_gaps,
+)
 
-__all__ = ["Trace", "TraceRequest", "generate", "power_law_lengths"]
+__all__ = ["Trace", "TraceRequest", "generate"]
 
 VOCABULARY = 32_000
 # Tokens that a block id of a trace stands for: those of Mooncake's traces.
 PREFIX_BLOCK_TOKENS = 512
+# Three years of plans; times of a clock such as Unix time are over it.
+MOST_SECONDS = 1e8
 
 # Every token id twice over: prompts are cut from it.
 _TOKENS = tuple(range(VOCABULARY)) * 2
@@ -36,14 +45,15 @@ _COLUMNS = (
     "prefix_blocks_512",
 )
 
-_EXPONENTS = {128: 2.0, 256: 1.5, 512: 1.15, 1024: 1.0005}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
     """One request: when it arrives, in seconds from the start, for which model, and how long it is in tokens.
 
     Requests whose `prefix_blocks` begin alike have prompts that begin alike, in blocks of 512 tokens.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     arrive_s: float
@@ -53,6 +63,16 @@ class TraceRequest:
     adapter: str = ""
     priority: int = 0
     prefix_blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.arrive_s <= MOST_SECONDS:
+            wanted = f"seconds from the start of the trace on, 0 to {MOST_SECONDS:g}"
+            raise ConfigError(f"arrive_s is {self.arrive_s!r}; give {wanted}.")
+        if not 1 <= self.prompt_tokens <= MAX_PROMPT_TOKENS:
+            raise ConfigError(f"prompt_tokens is {self.prompt_tokens!r}; give 1 to {MAX_PROMPT_TOKENS}.")
+        if not self.output_tokens >= 1:
+            raise ConfigError(f"output_tokens is {self.output_tokens!r}; give 1 or more.")
+        check_priority(ConfigError, self.priority)
 
     def prompt(self, number: int) -> tuple[int, ...]:
         """Return token ids of that many; what no prefix says is this `number`'s own.
@@ -106,7 +126,7 @@ class Trace:
         try:
             with place.open("rb") as raw:
                 binary = gzip.GzipFile(fileobj=raw) if place.suffix == ".gz" else raw
-                with TextIOWrapper(binary, encoding="utf-8", newline="") as text:
+                with TextIOWrapper(binary, encoding="utf-8-sig", newline="") as text:
                     rows = _rows(text, place, model, columns or {})
                     return cls.of(rows, place.name.partition(".")[0])
         except (OSError, UnicodeDecodeError, EOFError, csv.Error) as exc:
@@ -130,17 +150,18 @@ class Trace:
 
     def at_rate(self, rate_per_s: float) -> Trace:
         """Stretch time so that requests come at this mean rate; one whose requests come all at once stays."""
-        _positive("rate_per_s", rate_per_s)
+        check_positive(ConfigError, rate_per_s=rate_per_s)
         at_once = not self.seconds or not isfinite(self.rate_per_s)
         return self if at_once else self.faster(rate_per_s / self.rate_per_s)
 
     def faster(self, factor: float) -> Trace:
         """Let `factor` times as many requests come in a second: twice as fast is half the time."""
-        _positive("factor", factor)
+        check_positive(ConfigError, factor=factor)
         return self._with(replace(r, arrive_s=r.arrive_s / factor) for r in self.requests)
 
     def first(self, num_requests: int) -> Trace:
         """Keep the first so many."""
+        check_counts(ConfigError, 0, num_requests=num_requests)
         return self._with(self.requests[:num_requests])
 
     def window(self, start_s: float, seconds: float) -> Trace:
@@ -162,7 +183,7 @@ class Trace:
 
     def spread(self, seed: int, models: Mapping[str, float]) -> Trace:
         """Draw a model for each request, by the weights of the models."""
-        _check_weights(models)
+        check_weights(models)
         names = Random(seed).choices(list(models), list(models.values()), k=len(self.requests))
         return self._with(replace(r, model=name) for r, name in zip(self.requests, names, strict=True))
 
@@ -207,9 +228,7 @@ def generate(
     Raises:
         ConfigError: no model has a weight, or a number is not over 0.
     """
-    _check_weights(models)
-    for what, value in (("rate_per_s", rate_per_s), ("seconds", seconds), ("cv", cv)):
-        _positive(what, value)
+    check_arrivals(models, rate_per_s=rate_per_s, seconds=seconds, cv=cv)
     random = Random(seed)
     prompts = prompt_tokens or log_normal_lengths(128)
     outputs = output_tokens or log_normal_lengths(64)
@@ -234,30 +253,6 @@ def generate(
     )
 
 
-def power_law_lengths(mean: int, *, most: int = 6144) -> Lengths:
-    """Return a draw of the truncated power laws of Sun et al., Llumnix, OSDI 2024, section 6.1.
-
-    Ranks from 1 to `2 mean - 1` come with a chance proportional to `rank ** -alpha` (alpha 2, 1.5, 1.15 and
-    1.0005 for means of 128, 256, 512 and 1024), are scaled to the mean, rounded up, and cut at `most`.
-
-    Raises:
-        ConfigError: there is no exponent for that mean.
-    """
-    if mean not in _EXPONENTS:
-        raise ConfigError(f"There is no power law with a mean of {mean!r}; give one of {sorted(_EXPONENTS)}.")
-    ranks = range(1, 2 * mean)
-    weights: list[float] = [rank ** -_EXPONENTS[mean] for rank in ranks]
-    total = sum(weights)
-    scale = mean * total / sum(rank * weight for rank, weight in zip(ranks, weights, strict=True))
-    below = [so_far / total for so_far in itertools.accumulate(weights)]
-
-    def draw(random: Random) -> int:
-        rank = min(bisect_left(below, random.random()), len(below) - 1) + 1
-        return min(most, ceil(rank * scale))
-
-    return draw
-
-
 def _rows(text: Iterable[str], place: Path, model: str, columns: Mapping[str, str]) -> Iterator[TraceRequest]:
     if unknown := columns.keys() - _COLUMNS:
         raise ConfigError(
@@ -273,18 +268,15 @@ def _rows(text: Iterable[str], place: Path, model: str, columns: Mapping[str, st
             request = TraceRequest(
                 arrive_s=float(row["arrival_s"]),
                 model=row["model"] or model,
-                prompt_tokens=max(1, int(row["input_tokens"])),
-                output_tokens=max(1, int(row["output_tokens"])),
+                prompt_tokens=int(row["input_tokens"]) or 1,
+                output_tokens=int(row["output_tokens"]) or 1,
                 adapter=row["adapter"],
                 priority=int(row["priority"] or 0),
                 prefix_blocks=tuple(map(int, row["prefix_blocks_512"].split())),
             )
         except (TypeError, ValueError) as exc:
-            raise ConfigError(f"Line {number} of {str(place)!r} is no request: {exc}.") from exc
-        if not (isfinite(request.arrive_s) and request.arrive_s >= 0):
-            raise ConfigError(
-                f"Line {number} of {str(place)!r} arrives at {request.arrive_s}; give 0 or more."
-            )
+            told = str(exc).removesuffix(".")
+            raise ConfigError(f"Line {number} of {str(place)!r} is no request: {told}.") from exc
         yield request
 
 
@@ -294,13 +286,3 @@ def _run(first: int, count: int) -> tuple[int, ...]:
     rounds, rest = divmod(count, VOCABULARY)
     whole = _TOKENS[first : first + VOCABULARY] * rounds if rounds else ()
     return whole + _TOKENS[first : first + rest]
-
-
-def _check_weights(models: Mapping[str, float]) -> None:
-    if not models or min(models.values()) < 0 or sum(models.values()) <= 0:
-        raise ConfigError(f"The models are {dict(models)}; give weights, at least one of them over 0.")
-
-
-def _positive(what: str, value: float) -> None:
-    if not (value > 0 and isfinite(value)):
-        raise ConfigError(f"{what} is {value!r}; give a finite number over 0.")

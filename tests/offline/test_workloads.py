@@ -70,7 +70,7 @@ def test_zipf_shares_fall_with_rank() -> None:
 
 
 def test_a_workload_without_models_is_refused() -> None:
-    with pytest.raises(ConfigError, match="weighted models"):
+    with pytest.raises(ConfigError, match="give weights"):
         workload(0, models={}, rate_per_s=1, seconds=1)
 
 

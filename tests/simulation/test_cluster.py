@@ -184,6 +184,11 @@ def test_requests_that_come_within_a_step_are_spread_only_where_loads_are_live(
     [
         lambda: Cluster(num_engines=0),
         lambda: Cluster(profile="abacus"),
+        lambda: Cluster(token_budget=0),
+        lambda: Cluster(max_requests=0),
+        lambda: Cluster(host_bytes=-1),
+        lambda: Cluster(disk_bytes_per_s=0.0),
+        lambda: Cluster(losses=((float("nan"), "e0"),)),
         lambda: Cluster(num_engines=4, num_nodes=3),
         lambda: Cluster(num_engines=4, num_nodes=-1),
         lambda: Cluster(reporting="daily"),  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ from hotswap.backends.sim.sequence import Sequence as SimSequence
 from hotswap.backends.sim.sequence import Step
 from hotswap.errors import ConfigError
 from hotswap.offline.virtual_time import virtual_time
+from hotswap.offline.workloads import power_law_lengths
 from hotswap.policies import (
     AdapterPool,
     AffinityRouter,
@@ -58,7 +59,6 @@ from hotswap.simulation.events import EventEngine, EventFleet, SimulatedRequest
 from hotswap.simulation.events.decode_run import DecodeRun, num_alike, num_missing
 from hotswap.simulation.events.engine import Counted
 from hotswap.simulation.run import Driver
-from hotswap.simulation.trace import power_law_lengths
 
 # Of seconds: sums of steps and the formula of a decode run round differently.
 TOLERANCE = 1e-6

@@ -15,12 +15,12 @@ from hotswap import FleetView
 from hotswap.abc import Action, Resize, Scheduler
 from hotswap.backends.sim import SimEngine
 from hotswap.errors import ConfigError
+from hotswap.offline.workloads import power_law_lengths
 from hotswap.policies import ElasticMemory, LeastLoadedRouter, RestoreMinReplicas
 from hotswap.profiling import PROFILES
 from hotswap.simulation import Cluster, Outcome, Slo, Trace, TraceRequest, simulate
 from hotswap.simulation.arrivals import Arrivals, generate_each
 from hotswap.simulation.run import Driver
-from hotswap.simulation.trace import power_law_lengths
 from tests.simulation.test_drivers import assert_same
 
 _E = TypeVar("_E", bound=SimEngine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -96,3 +96,9 @@ def test_the_command_searches_for_each_scheduler(capsys: pytest.CaptureFixture[s
 def test_an_empty_trace_is_refused() -> None:
     with pytest.raises(ConfigError):
         fewest_engines(Trace(()), CLUSTER)
+
+
+def test_a_trace_whose_requests_come_all_at_once_has_a_fewest() -> None:
+    one = TRACE.first(1)
+    at_once = Trace.of(replace(request, arrive_s=0.0) for request in one.requests)
+    assert fewest_engines(at_once, CLUSTER, most=2, guess=1).engines == 1

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotswap.errors import ConfigError
+from hotswap.offline.workloads import log_normal_lengths, power_law_lengths, zipf_mix
 from hotswap.simulation import Arrivals, Trace, TraceRequest, generate, generate_each
-from hotswap.simulation.trace import PREFIX_BLOCK_TOKENS, power_law_lengths
+from hotswap.simulation.trace import MOST_SECONDS, PREFIX_BLOCK_TOKENS
 
 HEAD = "arrival_s,input_tokens,output_tokens,model,prefix_blocks_512\n"
 ROWS = "0.5,1000,7,a,3 9\n0.25,12,1,b,\n2,600,90,a,3\n"
@@ -150,12 +151,60 @@ def test_a_made_trace_is_its_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"models": {}}, {"models": {"a": -1.0, "b": 2.0}}, {"rate_per_s": 0}, {"cv": -1}]
+    "wrong",
+    [
+        {"models": {}},
+        {"models": {"a": -1.0, "b": 2.0}},
+        {"rate_per_s": 0},
+        {"cv": -1},
+        {"cv": 1e9},
+        {"rate_per_s": 1e9},
+    ],
 )
 def test_a_workload_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     settings: dict[str, object] = {"models": {"a": 1.0}, "rate_per_s": 1.0, "seconds": 10.0, **wrong}
     with pytest.raises(ConfigError):
         generate(0, **settings)  # type: ignore[arg-type]
+
+
+def test_draws_that_cannot_be_are_refused() -> None:
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="median"):
+            log_normal_lengths(wrong)
+    for wrong in (float("nan"), 1e9, -1e9):
+        with pytest.raises(ConfigError, match="exponent"):
+            zipf_mix(["a", "b"], exponent=wrong)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("1.7e9,10,5", "seconds from the start of the trace"),
+        ("1e300,10,5", "seconds from the start of the trace"),
+        ("nan,10,5", "arrive_s is nan"),
+        ("0,99999999999999999999,5", "prompt_tokens"),
+        ("0,-10,5", "prompt_tokens"),
+        ("0,10,-5", "output_tokens"),
+        ("0,10,5,5000", "priority"),
+    ],
+)
+def test_a_row_out_of_range_is_refused_by_its_line(tmp_path: Path, row: str, says: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"arrival_s,input_tokens,output_tokens,priority\n0,1,1,0\n{row}\n")
+    with pytest.raises(ConfigError, match=rf"Line 3 .*{says}"):
+        Trace.read(path)
+
+
+def test_a_table_that_excel_has_saved_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(HEAD + ROWS, encoding="utf-8-sig")
+    assert len(Trace.read(path).requests) == 3
+
+
+def test_the_longest_time_is_a_time_of_a_request() -> None:
+    assert Trace.of(asked(0.0, MOST_SECONDS)).seconds == MOST_SECONDS
+    with pytest.raises(ConfigError, match="num_requests"):
+        Trace.of(asked(0.0, 1.0)).first(-1)
 
 
 @pytest.mark.parametrize("mean", [128, 256, 512])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hotswap.checks import check_kind
+from hotswap.errors import ConfigError
 from hotswap.request import Request
 from hotswap.router import Router
 from hotswap.view import FleetView, InstanceId
@@ -16,6 +18,8 @@ class FirstOfRouters(Router):
     """
 
     def __init__(self, *routers: Router) -> None:
+        for number, router in enumerate(routers, start=1):
+            check_kind(ConfigError, f"Router {number}", router, Router)
         self._routers = routers
 
     def route(self, request: Request, fleet: FleetView) -> InstanceId | None:

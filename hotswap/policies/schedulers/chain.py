@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hotswap.action import Action
 from hotswap.argument_kinds import check_arguments
+from hotswap.checks import check_kind
 from hotswap.errors import ConfigError
 from hotswap.policies.prediction import accepted, assume
 from hotswap.scheduler import Scheduler
@@ -25,6 +26,7 @@ class Chain(Scheduler):
     def __init__(self, *schedulers: Scheduler) -> None:
         if not schedulers:
             raise ConfigError("Chain() has no scheduler; give one or more, or KeepAsIs() to plan nothing.")
+        _check_schedulers(schedulers)
         self._schedulers = schedulers
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
@@ -43,6 +45,7 @@ class FirstOf(Scheduler):
     """Asks schedulers in order and returns the first plan with an action that the fleet would begin."""
 
     def __init__(self, *schedulers: Scheduler) -> None:
+        _check_schedulers(schedulers)
         self._schedulers = schedulers
 
     def plan(self, fleet: FleetView) -> Sequence[Action]:
@@ -93,6 +96,11 @@ class Cooldown(Scheduler):
 
     def _protected(self, instance: InstanceView) -> InstanceView:
         return replace(instance, swapping=True, target=instance.model)
+
+
+def _check_schedulers(schedulers: Sequence[Scheduler]) -> None:
+    for number, scheduler in enumerate(schedulers, start=1):
+        check_kind(ConfigError, f"Scheduler {number}", scheduler, Scheduler)
 
 
 def _call(policy: object, parts: Sequence[object]) -> str:
