@@ -153,10 +153,15 @@ clean:  ## remove .venv and everything the tools leave behind
 	rm -rf .venv build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The first lines of what makes an environment with $(PYTHON).
+define FIND_PYTHON
+@test -n "$(PYTHON)" || { echo "hotswap needs Python 3.11 or newer, and none was found as: $(PYTHONS)." \
+    "Install one, or name it: make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3" >&2; exit 1; }
+endef
+
 # An environment made for another choice, or whose making broke off, has no stamp of this name: it is made anew.
 $(READY): pyproject.toml $(CONSTRAINTS)
-	@test -n "$(PYTHON)" || { echo "hotswap needs Python 3.11 or newer, and none was found as: $(PYTHONS)." \
-	    "Install one, or name it: make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3" >&2; exit 1; }
+	$(FIND_PYTHON)
 	@echo "Installing hotswap[$(EXTRAS)] into .venv$(if $(CONSTRAINTS), by $(CONSTRAINTS)): minutes, but only once." >&2
 	@test -e $@ || { rm -rf .venv && $(PYTHON) -m venv .venv; }
 	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check \
@@ -166,8 +171,10 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 # The three that it brings along are builds for CUDA, which clash with the torch for CPUs; text needs none of them.
-$(VLLM)/.vllm: benchmarks/requirements-vllm.txt | $(READY)
-	@rm -rf $(VLLM) && $(BIN)/python -m venv $(VLLM)
+# It needs nothing of .venv, so that it can be made beside it.
+$(VLLM)/.vllm: benchmarks/requirements-vllm.txt
+	$(FIND_PYTHON)
+	@rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install $(QUIET) --disable-pip-version-check --requirement $<
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
