@@ -68,6 +68,21 @@ async def store(roots: dict[int, Path]) -> AsyncGenerator[NvmeStore]:
         yield opened
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def store_of_one(roots: dict[int, Path]) -> AsyncGenerator[NvmeStore]:
+    """Models for one rank of a stage, where no more are needed: each rank imports PyTorch for seconds."""
+    async with NvmeStore(roots[1]) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="module")
+async def engine(host: HostProcess) -> AsyncGenerator[TorchEngine]:
+    """Two stages of two ranks, the first on the other node; tests leave it EMPTY."""
+    async with engine_over(host.node) as made:
+        yield made
+    await host.no_ranks()
+
+
 def engine_over(node: LinkedNode, **options: Any) -> TorchEngine:
     given: dict[str, Any] = {"tp": 2, "pp": 2, "stage_nodes": [node], **options}
     return make_engine(**given)
@@ -79,12 +94,12 @@ async def until(engine: TorchEngine, state: InstanceState) -> None:
             await anyio.sleep(0.01)
 
 
-async def test_two_stages_of_two_nodes_give_the_tokens_of_one_process(
-    host: HostProcess, store: NvmeStore
-) -> None:
-    """A rank of the first node sends 1/tp of each hidden state, and each node reads its own store."""
-    prompt = make_prompts(3, 75)[0]
-    async with engine_over(host.node) as engine:
+class TestAnEngineOfTwoNodes:
+    async def test_two_stages_of_two_nodes_give_the_tokens_of_one_process(
+        self, engine: TorchEngine, host: HostProcess, store: NvmeStore
+    ) -> None:
+        """A rank of the first node sends 1/tp of each hidden state, and each node reads its own store."""
+        prompt = make_prompts(3, 75)[0]
         assert len(host.ranks()) == 2
         assert len(loader_of(engine).pids) == 2
         for name in ("llama", "gemma2"):
@@ -96,31 +111,24 @@ async def test_two_stages_of_two_nodes_give_the_tokens_of_one_process(
             after = await loader_of(engine).sent_bytes()
             sent = [now - then for then, now in zip(before, after, strict=True)]
             assert sent == [HIDDEN_SIZE * (len(prompt) + NUM_TOKENS - 1) * 4 // 2] * 2 + [0] * 2
-    await host.no_ranks()
 
+    async def test_a_load_counts_what_the_nodes_have_read(
+        self, engine: TorchEngine, store: NvmeStore
+    ) -> None:
+        here = MeteredStore(store)
+        everywhere = MeteredStore(here)
+        async with serving(engine, everywhere, "llama"):
+            manifest = await store.manifest(ModelId("llama"))
+            assert here.num_bytes == sum(shard.size_bytes for shard in manifest.shards)
+            assert everywhere.num_bytes == 2 * here.num_bytes, (
+                "each of the nodes reads the one shard of a part"
+            )
+            assert everywhere.tier == "nvme"
 
-async def test_a_load_counts_what_the_nodes_have_read(host: HostProcess, store: NvmeStore) -> None:
-    here = MeteredStore(store)
-    everywhere = MeteredStore(here)
-    async with engine_over(host.node) as engine, serving(engine, everywhere, "llama"):
-        manifest = await store.manifest(ModelId("llama"))
-        assert here.num_bytes == sum(shard.size_bytes for shard in manifest.shards)
-        assert everywhere.num_bytes == 2 * here.num_bytes, "each of the nodes reads the one shard of a part"
-        assert everywhere.tier == "nvme"
-
-
-async def test_a_node_between_the_first_and_the_last_stage(roots: dict[int, Path]) -> None:
-    async with host_process(roots[1]) as host, NvmeStore(roots[1]) as store:
-        async with engine_over(host.node, tp=1, pp=3, stage_nodes=[None, host.node]) as engine:
-            assert (len(host.ranks()), len(loader_of(engine).pids)) == (1, 2)
-            async with serving(engine, store, "llama"):
-                await check_tokens(engine, "llama")
-        await host.no_ranks()
-
-
-async def test_a_cancelled_load_frees_the_memory_of_all_nodes(host: HostProcess, store: NvmeStore) -> None:
-    card = await card_of(store, "llama")
-    async with engine_over(host.node) as engine:
+    async def test_a_cancelled_load_frees_the_memory_of_all_nodes(
+        self, engine: TorchEngine, store: NvmeStore
+    ) -> None:
+        card = await card_of(store, "llama")
         for turns in (1, 3, 6, 12, 20, 40):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(engine.load, card, store)
@@ -133,16 +141,26 @@ async def test_a_cancelled_load_frees_the_memory_of_all_nodes(host: HostProcess,
         async with serving(engine, store, "llama"):
             await check_tokens(engine, "llama")
 
-
-async def test_all_nodes_load_or_none(host: HostProcess, store: NvmeStore, tmp_path: Path) -> None:
-    """The engine's store has a model that the node's has with other weights."""
-    add(tmp_path / "store", "llama", make_model("qwen3"), tp=2)
-    async with engine_over(host.node) as engine, NvmeStore(tmp_path / "store") as other:
-        with pytest.raises(ShardCorrupt, match="other weights of model 'llama'"):
-            await engine.load(await card_of(other, "llama"), other)
+    async def test_all_nodes_load_or_none(
+        self, engine: TorchEngine, store: NvmeStore, tmp_path: Path
+    ) -> None:
+        """The engine's store has a model that the node's has with other weights."""
+        add(tmp_path / "store", "llama", make_model("qwen3"), tp=2)
+        async with NvmeStore(tmp_path / "store") as other:
+            with pytest.raises(ShardCorrupt, match="other weights of model 'llama'"):
+                await engine.load(await card_of(other, "llama"), other)
         assert (engine.status().state, engine.status().weight_bytes) == (EMPTY, 0)
         async with serving(engine, store, "llama"):
             await check_tokens(engine, "llama")
+
+
+async def test_a_node_between_the_first_and_the_last_stage(roots: dict[int, Path]) -> None:
+    async with host_process(roots[1]) as host, NvmeStore(roots[1]) as store:
+        async with engine_over(host.node, tp=1, pp=3, stage_nodes=[None, host.node]) as engine:
+            assert (len(host.ranks()), len(loader_of(engine).pids)) == (1, 2)
+            async with serving(engine, store, "llama"):
+                await check_tokens(engine, "llama")
+        await host.no_ranks()
 
 
 async def test_a_killed_rank_of_a_node_loses_the_instance_which_restarts_there(
@@ -152,29 +170,31 @@ async def test_a_killed_rank_of_a_node_loses_the_instance_which_restarts_there(
         before = host.ranks()
         await check_lost(engine, store, before[1].pid, match=r"rank 1 .* on node '127\.0\.0\.2' .*code -9")
         await engine.unload()
-        await check_restarted(engine, store, host)
+        await check_restarted(engine, store, host, num_ranks=2)
         assert not set(before) & set(host.ranks())
 
 
 async def test_the_loss_of_a_node_loses_the_instance_which_restarts_when_the_node_is_back(
-    roots: dict[int, Path], store: NvmeStore
+    roots: dict[int, Path], store_of_one: NvmeStore
 ) -> None:
-    async with host_process(roots[2]) as host, engine_over(host.node) as engine:
+    store = store_of_one
+    async with host_process(roots[1]) as host, engine_over(host.node, tp=1) as engine:
         ranks, mine = host.ranks(), loader_of(engine).pids
         await check_lost(engine, store, host.process.pid, match=r"node '127\.0\.0\.2' of stage 0 .*is lost")
         with pytest.raises(InstanceLost, match=r"node .127\.0\.0\.2. of stage 0 .*gives no ranks"):
             await engine.unload()
         assert engine.status().state is LOST
         assert not any(map(is_alive, (*mine, *(rank.pid for rank in ranks))))
-        async with host_process(roots[2], port=host.port) as again:
+        async with host_process(roots[1], port=host.port) as again:
             await engine.unload()
-            await check_restarted(engine, store, again)
+            await check_restarted(engine, store, again, num_ranks=1)
 
 
 async def test_the_loss_of_a_node_during_a_load_loses_the_instance(
-    roots: dict[int, Path], store: NvmeStore
+    roots: dict[int, Path], store_of_one: NvmeStore
 ) -> None:
-    async with host_process(roots[2]) as host, engine_over(host.node) as engine:
+    store = store_of_one
+    async with host_process(roots[1]) as host, engine_over(host.node, tp=1) as engine:
 
         class Killing(WrapperStore):
             """Kills the host as the engine begins to read."""
@@ -209,17 +229,20 @@ async def check_lost(engine: TorchEngine, store: NvmeStore, pid: int, *, match: 
     assert any(re.search(match, text) for text in told), told
 
 
-async def check_restarted(engine: TorchEngine, store: NvmeStore, host: HostProcess) -> None:
+async def check_restarted(
+    engine: TorchEngine, store: NvmeStore, host: HostProcess, *, num_ranks: int
+) -> None:
     assert engine.status().state is EMPTY
     async with serving(engine, store, "llama"):
         await check_tokens(engine, "llama")
-    assert len(host.ranks()) == 2
+    assert len(host.ranks()) == num_ranks
 
 
 async def test_a_frozen_node_is_lost_while_idle_and_its_ranks_end_when_it_goes_on(
-    roots: dict[int, Path], store: NvmeStore
+    roots: dict[int, Path], store_of_one: NvmeStore
 ) -> None:
-    async with host_process(roots[2], silence_s=2.0) as host, engine_over(host.node) as engine:
+    store = store_of_one
+    async with host_process(roots[1], silence_s=2.0) as host, engine_over(host.node, tp=1) as engine:
         await engine.load(await card_of(store, "llama"), store)
         host.send_signal(signal.SIGSTOP)
         await until(engine, LOST)
@@ -229,7 +252,7 @@ async def test_a_frozen_node_is_lost_while_idle_and_its_ranks_end_when_it_goes_o
         host.send_signal(signal.SIGCONT)
         await host.no_ranks()
         await engine.unload()
-        await check_restarted(engine, store, host)
+        await check_restarted(engine, store, host, num_ranks=1)
 
 
 async def test_a_cancelled_start_leaves_nothing(host: HostProcess) -> None:
