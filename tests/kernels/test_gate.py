@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,14 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+# Between two targets that are compiled for in full: it has the shared memory and the tensor cores of sm_86,
+# and sm_120 is newer. Every third of its programs is compiled.
+_BETWEEN = "sm_89"
+
+
 def programs(kernel: str, target: Target) -> Iterator[Program]:
-    made: Iterator[Program] = import_module(f"tests.kernels.gate.{kernel}").programs(target)
-    return made
+    made: Iterator[Program] = iter(import_module(f"tests.kernels.gate.{kernel}").programs(target))
+    return islice(made, 0, None, 3 if target.name == _BETWEEN else 1)
 
 
 @pytest.mark.slow

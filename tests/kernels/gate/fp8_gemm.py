@@ -20,8 +20,9 @@ SHAPES = [(n, k) for n in (64, 1280, 4096, 8192, 28672, 57344) for k in (64, 102
 UNITS = (20, 60, 132, 304)
 # ptxas spills addresses before the loop and reloads them after it, so that more programs fit on a unit.
 _MOST_SPILLED = 55
-# Like sm_80 and sm_100, with less shared memory.
-_ALIKE = {"sm_86", "sm_89", "sm_120"}
+# They have all kinds of matrix products: those of single warps, which the small tiles of sm_90 use, and those
+# of warp groups, of two kinds. The other NVIDIA targets have the first kind alone, and less shared memory.
+_THOROUGH = {"sm_90", "sm_100"}
 _DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
 
 
@@ -30,19 +31,33 @@ def programs(target: Target) -> Iterable[Program]:
 
     There are four programs for each tile of the heuristic, which cover all pairs of: groups or channels,
     split K or not, even sizes without a bias or ragged sizes with a bias. fp16 differs by its conversion
-    only. A tile that was measured has run on its device, as one that fits: it is compiled once. For targets
-    that differ from another in their shared memory alone two of the four stand for all.
+    only. On targets whose kind of products another has too, two of the four stand for all. A tile that was
+    measured has run on its device: of those, the largest is compiled once for each number of warps and each
+    order of the operands.
     """
-    for tile in sorted(measured(target) - by_rule(target), key=repr):
+    for tile in largest(measured(target) - by_rule(target)):
         yield fused(tile, target, "bf16", 128, split=True)
     for tile in sorted(by_rule(target), key=repr):
         yield fused(tile, target, "bf16", 128, split=True)
         yield fused(tile, target, "bf16", None, split=True, ragged=True)
-        if target.name not in _ALIKE:
+        if target.name in _THOROUGH or target.is_amd:
             yield fused(tile, target, "bf16", 128, split=False, ragged=True)
             yield fused(tile, target, "fp16", None, split=False)
     for dtype in _DTYPES:
         yield dequantize(dtype)
+
+
+def largest(tiles: set[Tile]) -> list[Tile]:
+    """Return the tiles that need most shared memory, of each number of warps and order of the operands."""
+    found: dict[tuple[int, bool], Tile] = {}
+    for tile in sorted(tiles, key=lambda tile: (_size(tile), repr(tile))):
+        found[tile.warps, tile.weights_left] = tile
+    return list(found.values())
+
+
+def _size(tile: Tile) -> int:
+    """Shared memory of a tile, in proportion: inputs have twice the bytes of weights."""
+    return tile.stages * tile.block_k * (2 * tile.block_m + tile.block_n)
 
 
 def tiles(target: Target) -> set[Tile]:
