@@ -19,6 +19,7 @@ __all__ = [
     "address_of",
     "aligned_buffer",
     "allocate",
+    "allocate_pages",
     "can_pin",
     "copy",
     "copy_in_turns",
@@ -92,6 +93,17 @@ def discard(address: int, size_bytes: int) -> None:
     end = (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if _DISCARD is not None and start < end:
         _libc.madvise(start, end - start, _DISCARD)
+
+
+def allocate_pages(address: int, size_bytes: int) -> None:
+    """Have private anonymous memory get its pages now, not by the first write; slow, in a thread.
+
+    What is in it stays, and may be written to meanwhile. Where a system cannot do this (before Linux 5.14),
+    nothing happens.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and size_bytes:
+        _libc.madvise(start, address + size_bytes - start, _POPULATE)
 
 
 def allocate(file: int, start: int, size_bytes: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappush
 
-__all__ = ["BlockPool", "Content", "Copy"]
+__all__ = ["BlockPool", "Content", "Copy", "runs_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,17 @@ class Copy:
     source: int
     target: int
     num_tokens: int
+
+
+def runs_of(blocks: Iterable[int]) -> list[range]:
+    """Return the runs of consecutive numbers among ascending ones."""
+    found: list[range] = []
+    for block in blocks:
+        if found and found[-1].stop == block:
+            found[-1] = range(found[-1].start, block + 1)
+        else:
+            found.append(range(block, block + 1))
+    return found
 
 
 class BlockPool:

@@ -215,6 +215,18 @@ class KVCache:
             for layer in stack:
                 memory.discard(layer.data_ptr() + run.start * size, len(run) * size)
 
+    def allocate(self, runs: Iterable[range]) -> None:
+        """Allocate the memory of runs of blocks on a CPU, as the first write does. Blocking, thread-safe.
+
+        A huge page takes milliseconds, and a block has a part of one in each layer's keys and values.
+        """
+        if not self.in_place:
+            return
+        for run, stack in product(runs, self._all()):
+            size = stack[0, 0].nbytes
+            for layer in stack:
+                memory.allocate_pages(layer.data_ptr() + run.start * size, len(run) * size)
+
     def _unmap(self, groups: Iterable[int]) -> None:
         for group, (pages, layers, size) in product(groups, self._ranges):
             for layer in range(layers):

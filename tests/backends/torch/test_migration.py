@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import mmap
+import sys
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Sequence
@@ -20,7 +23,7 @@ from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.forward import LocalForward
 from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.migration import context
+from hotswap.backends.torch.migration import TorchKVSink, context
 from hotswap.backends.torch.prefix import root_key
 from hotswap.backends.torch.runner import Report, Runner
 from hotswap.errors import MigrationAborted, RequestEvicted
@@ -142,6 +145,30 @@ async def test_blocks_stay_allocated_while_a_cancelled_migration_still_writes_th
         with suppress(asyncio.CancelledError):
             await task
         assert await look(other) == num_blocks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems allocate by the first write")
+async def test_reserved_blocks_have_their_memory_before_they_are_written(store: DictStore) -> None:
+    """A client waits for the last writes, and to allocate huge pages takes longer than these."""
+    async with serving(store) as engine, engine.import_kv(ask(prompt_tokens=100)) as sink:
+        cache = engine._models.migration_context().cache
+        assert set(allocated(cache, range(30, 32))) == {False}
+        await sink.reserve(20 * 32)
+        assert isinstance(sink, TorchKVSink)
+        assert set(allocated(cache, sink._blocks)) == {True}
+        assert set(allocated(cache, range(30, 32))) == {False}, "others are allocated later"
+
+
+def allocated(cache: KVCache, blocks: Sequence[int]) -> list[bool]:
+    """Return whether the system has allocated the first page of each of some blocks, in every layer."""
+    libc, found = ctypes.CDLL(None), ctypes.c_ubyte()
+    seen: list[bool] = []
+    for pool in (pool for layer in cache.layers for pool in cache.pools(layer)):
+        for block in blocks:
+            page = pool[block].data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            assert libc.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(found)) == 0
+            seen.append(bool(found.value & 1))
+    return seen
 
 
 async def test_a_request_waits_while_an_arriving_one_holds_the_blocks(store: DictStore) -> None:

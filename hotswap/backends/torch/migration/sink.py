@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.arrival import Announced, Arrival
+from hotswap.backends.torch.blocks import runs_of
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted, beside
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
@@ -23,6 +24,7 @@ from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces
 from hotswap.migration import KVLayout, KVPages, KVSink
 from hotswap.request import Request
+from hotswap.worker_threads import in_thread
 
 __all__ = ["LAPSE_S", "TorchKVSink", "lent_sink"]
 
@@ -78,12 +80,10 @@ class TorchKVSink(KVSink):
         lacks_slot = self.layout.state_bytes > 0 and self._slot is None and self._arrival is None
         missing = blocks_for(num_tokens, self.layout.block_tokens) - self.num_present_blocks
         if missing > len(self._blocks) or lacks_slot:
+            num_reserved = len(self._blocks)
             await self._context.between_steps(partial(self._reserve_blocks, num_tokens))
-            pool, slot = self._context.states, self._slot
-            if lacks_slot and pool is not None and slot is not None and pool.uses_kernels:
-                # Its memory is allocated now, which takes longer than the copy for which a client waits.
-                with self._copying():
-                    await beside(partial(pool.clear, slot), self.layout.state_bytes)
+            with self._copying():
+                await in_thread(partial(self._allocate, self._blocks[num_reserved:], clears=lacks_slot))
         else:
             await checkpoint()
 
@@ -207,6 +207,16 @@ class TorchKVSink(KVSink):
             return
         # Announced tokens need no commit: their blocks are a prefix that any request may reuse.
         yield from self._publish(self._request.tokens, runner, sequences, most=num_full)
+
+    def _allocate(self, blocks: Items[int], *, clears: bool) -> None:
+        """Allocate the memory of what was reserved, which takes longer than the copies to it.
+
+        A client waits for the last of these, and the requests of this engine for those between steps.
+        """
+        self._context.cache.allocate(runs_of(sorted(blocks)))
+        pool, slot = self._context.states, self._slot
+        if clears and pool is not None and slot is not None and pool.uses_kernels:
+            pool.clear(slot)
 
     def _write_now(self, pages: KVPages, data: Tensor) -> None:
         blocks, data = self._missing(pages, data)
