@@ -257,9 +257,11 @@ async def test_states_are_in_the_budget_and_free_after_an_unload() -> None:
             assert engine._models.cache_bytes == 0
             assert engine.status().weight_bytes == 0
         assert len(sizes) == 2
-        # Two linear layers: 4 heads of 16 by 16, and 3 rows of 128 channels; one block of keys and values is
-        # spare. states = 4 * 2 * 4 * (4 * 16 * 16 + 3 * 128) kv = 4 * (512 + 32) * 2 * 2 * 32 assert
-        # ("hybrid", states + kv) in sizes
+    # Two linear layers: 4 heads of 16 by 16, and 3 rows of 128 channels, for each request and each snapshot.
+    # One block of keys and values is spare.
+    states = (4 + 4) * 2 * 4 * (4 * 16 * 16 + 3 * 128)
+    keys_and_values = 4 * (512 + 32) * 2 * 2 * 32
+    assert ("hybrid", states + keys_and_values) in sizes
 
 
 async def test_too_many_states_are_refused_with_their_size() -> None:
