@@ -13,8 +13,7 @@ import anyio
 
 from hotswap import telemetry as tm
 from hotswap.action import Action, Migrate, PinAdapters, Prefetch, Resize, Swap, Unload
-from hotswap.checks import check_counts, check_required_seconds
-from hotswap.engine import SupportsResize
+from hotswap.checks import check_required_seconds
 from hotswap.errors import ConfigError, HotswapError, InstanceError
 from hotswap.loop_time import current_time
 from hotswap.request import ModelId
@@ -24,6 +23,7 @@ from hotswap.runtime.instance import Instance
 from hotswap.runtime.losses import Losses
 from hotswap.runtime.metrics import LastView
 from hotswap.runtime.moves import Moves
+from hotswap.runtime.resizes import Resizes
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.swaps import Swaps
 from hotswap.runtime.views import lend
@@ -31,7 +31,7 @@ from hotswap.scheduler import Scheduler
 from hotswap.store import SupportsNodes, SupportsPrefetch
 from hotswap.stray_cancellation import no_stray_cancellation
 from hotswap.telemetry import Telemetry
-from hotswap.view import InstanceId, InstanceState
+from hotswap.view import InstanceState
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -43,7 +43,6 @@ log_unserved = logging.getLogger("hotswap.unserved")  # apart, so that simulatio
 
 # So long may requests wait for a model that no instance serves or swaps to, before the log tells of it.
 UNSERVED_S = 5.0
-RESIZE_S = 10.0  # an engine that takes longer to resize its KV pool does not keep others waiting
 
 
 class Control:
@@ -62,15 +61,16 @@ class Control:
         moves: Moves,
         adapters: Adapters,
         losses: Losses,
+        resizes: Resizes,
         *,
         interval_s: float,
         telemetry: Telemetry,
     ) -> None:
         self._state, self._scheduler = state, scheduler
         self._swaps, self._moves, self._adapters = swaps, moves, adapters
-        self._losses, self._interval_s, self._telemetry = losses, interval_s, telemetry
+        self._losses, self._resizes = losses, resizes
+        self._interval_s, self._telemetry = interval_s, telemetry
         self._asked = anyio.Event()
-        self._resize_turn, self._resizing = anyio.Lock(), set[InstanceId]()
         self._prefetching: set[tuple[ModelId, str]] = set()
         self._told_unserved: dict[ModelId, float] = {}
         self.planned_s: float | None = None  # when the scheduler was asked last, whatever came of it
@@ -143,7 +143,7 @@ class Control:
             case Migrate():
                 self._start_move(action, tasks)
             case Resize():
-                self._start_resize(action, tasks)
+                self._resizes.start(action, tasks)
             case _:
                 raise TypeError(
                     f"{action!r} is no action; plan Swap, Unload, Prefetch, PinAdapters, Migrate and Resize."
@@ -188,36 +188,6 @@ class Control:
             log.warning("Model %r was not prefetched: %s", model, exc, exc_info=foreign)
         finally:
             self._prefetching.discard((model, node))
-
-    def _start_resize(self, action: Resize, tasks: TaskGroup) -> None:
-        instance = self._state.instance(action.instance)
-        check_counts(ConfigError, 1, kv_blocks=action.kv_blocks)
-        if (engine := instance.resizable) is None:
-            raise ConfigError(f"Engine {instance.id!r} cannot resize its KV pool; plan no `Resize` for it.")
-        if (view := instance.view()).free and view.hosted is not None and instance.id not in self._resizing:
-            self._resizing.add(instance.id)
-            tasks.start_soon(self._resize, action, engine, name=f"resize {instance.id}")
-
-    async def _resize(self, action: Resize, engine: SupportsResize) -> None:
-        """Resize a pool once those planned before are, whose memory it may take."""
-        wanted: tm.Attributes = {tm.INSTANCE: action.instance, tm.WANTED_BLOCKS: action.kv_blocks}
-        try:
-            async with self._resize_turn:
-                with (
-                    anyio.fail_after(RESIZE_S),
-                    no_stray_cancellation("The resize"),
-                    self._telemetry.span(tm.SPAN_RESIZE, wanted) as span,
-                ):
-                    reached = await engine.resize_kv(action.kv_blocks)
-                    span.set_attributes({tm.REACHED_BLOCKS: reached, tm.REASON: action.reason})
-        except Exception as exc:  # of an engine: the instance goes on as it is
-            why = exc if isinstance(exc, HotswapError) else tm.traceback_of(exc)
-            log.warning("The KV pool of instance %r was not resized: %s", action.instance, why)
-        else:
-            log.info("Instance %r has %d KV blocks now (%s).", action.instance, reached, action.reason)
-            self._state.events.note("kv_resized", instance=action.instance, reason=action.reason)
-        finally:
-            self._resizing.discard(action.instance)
 
     # ------------------------------------------------------------------ what was lost
 

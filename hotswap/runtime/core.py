@@ -53,6 +53,7 @@ from hotswap.runtime.moves import Moves
 from hotswap.runtime.offload import Offload
 from hotswap.runtime.operations import Operations
 from hotswap.runtime.queue import Standing
+from hotswap.runtime.resizes import Resizes
 from hotswap.runtime.samples import SampleGroup, samples_of
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.supervisor import enter
@@ -133,8 +134,7 @@ class Core(AsyncContextManagerMixin):
         self.state = state = FleetState(store, kv_store, fleet=self._name)
         self.lifetime = Lifetime()
         limits = limits or SwapLimits()
-        save_s = limits.evict_s / 2
-        self.offload = Offload.of(state, self.lifetime, telemetry, save_s, kv_write_through_s)
+        self.offload = Offload.of(state, self.lifetime, telemetry, limits.evict_s / 2, kv_write_through_s)
         self.closing = Closing(state, self.lifetime)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)
@@ -160,8 +160,9 @@ class Core(AsyncContextManagerMixin):
             on_record=on_migration,
         )
         self.models = Models(state, self.texts, self.swaps, self.adapters, self.lifetime)
+        resizes = Resizes(state, telemetry)
         self.operations = Operations(
-            state, self.admission, self.swaps, self.moves, self.adapters, self.caches, self.offload
+            state, self.admission, self.swaps, self.moves, self.adapters, self.caches, resizes, self.offload
         )
         self.flow = Flow(state, self.admission, self.caches, losses, telemetry, self.offload)
         self.control = Control(
@@ -171,6 +172,7 @@ class Core(AsyncContextManagerMixin):
             self.moves,
             self.adapters,
             losses,
+            resizes,
             interval_s=interval_s,
             telemetry=telemetry,
         )

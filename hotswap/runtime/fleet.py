@@ -150,6 +150,23 @@ class Fleet(Requests, AsyncContextManagerMixin):
         work = self._core.operations.unload(instance, deadline_s=deadline_s, reason=reason)
         return await self._core.lifetime.run(work, f"the unload of instance {instance!r}")
 
+    async def resize(self, instance: str, *, kv_blocks: int, reason: str = "by hand") -> int:
+        """Bring the KV pool of an instance as near to so many blocks as is possible; return those reached.
+
+        For engines that share a `DeviceBudget`, or resize their pools themselves (`SupportsResize`, which
+        says what is given first, and when the pool changes again). No request loses a token. A cancellation
+        may leave the pool resized.
+
+        Raises:
+            ConfigError: there is no such instance, its engine cannot resize its pool, or `kv_blocks` is less
+                than 1.
+            InstanceError: the instance serves no model, a swap or a drain has it, or its engine failed or
+                took longer than ten seconds.
+            FleetClosed: the fleet is not open.
+        """
+        work = self._core.operations.resize(instance, kv_blocks, reason=reason)
+        return await self._core.lifetime.run(work, f"the resize of instance {instance!r}")
+
     def cancel(self, request: str) -> None:
         """End a request wherever it is; its client gets `RequestCancelled`, and what it held is free.
 

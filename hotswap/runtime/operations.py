@@ -25,6 +25,7 @@ from hotswap.runtime.instance import Instance
 from hotswap.runtime.moves import Moves
 from hotswap.runtime.offload import Offload
 from hotswap.runtime.queue import Ticket
+from hotswap.runtime.resizes import Resizes
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.supervisor import EngineSupervisor
 from hotswap.runtime.swaps import Swaps
@@ -50,11 +51,13 @@ class Operations:
         moves: Moves,
         adapters: Adapters,
         caches: AdapterCaches,
+        resizes: Resizes,
         offload: Offload | None,
     ) -> None:
         self.supervisor = EngineSupervisor()
         self._state, self._admission, self._swaps, self._moves = state, admission, swaps, moves
-        self._adapters, self._caches, self._offload = adapters, caches, offload
+        self._adapters, self._caches = adapters, caches
+        self._resizes, self._offload = resizes, offload
         self._starting: set[InstanceId] = set()
         self._emptying: set[InstanceId] = set()  # a drain, a removal or a roll has them
 
@@ -105,6 +108,11 @@ class Operations:
         if active is None:
             raise InvalidRequest(f"There is no request {request!r} under way; it may have ended.")
         return await self._moves.run(active, self._state.instance(to), method=method, reason=reason)
+
+    async def resize(self, instance: str, kv_blocks: int, *, reason: str) -> int:
+        """Resize the KV pool of an instance; return the blocks reached."""
+        check_strings(ConfigError, reason=reason)
+        return await self._resizes.run(self._state.instance(instance), kv_blocks, reason)
 
     def cancel(self, request: str) -> None:
         """End a request, with all its samples, or one sample of it."""

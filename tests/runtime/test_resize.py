@@ -13,7 +13,7 @@ import pytest
 from hotswap import DeviceBudget, Fleet, FleetView, InstanceId, Model, ModelId, Sampling
 from hotswap.abc import Action, ModelCard, Resize, Scheduler, WrapperEngine
 from hotswap.backends.sim import SimEngine, SimStore, sim_manifest
-from hotswap.errors import InstanceError, OutOfMemory, PromptTooLong
+from hotswap.errors import ConfigError, InstanceError, OutOfMemory, PromptTooLong
 from hotswap.offline.replay import dump_view, load_view
 from hotswap.offline.virtual_time import virtual_time
 from tests.runtime.support import PROFILE, WEIGHT_BYTES, Idle, engine_of, expected, idle, sim_fleet, until
@@ -183,6 +183,53 @@ async def test_an_instance_without_a_model_is_not_resized(caplog: pytest.LogCapt
         await until(lambda: not plans.actions)
         assert blocks(fleet) == [0, 0]
     assert "not" not in caplog.text
+
+
+@virtual_time
+async def test_a_pool_is_resized_by_hand_as_a_plan_would() -> None:
+    async with fleet_of(Idle()) as fleet:
+        with pytest.raises(InstanceError, match="'e0' serves no model"):
+            await fleet.resize("e0", kv_blocks=100)
+        await fleet.swap("e0", to="a")
+        await fleet.swap("e1", to="b")
+        events = fleet.events()
+        assert await fleet.resize("e0", kv_blocks=100, reason="more of a") == 100
+        assert await fleet.resize("e1", kv_blocks=1000) == 192, "e0 gives what is free above its floor"
+        assert await fleet.resize("e1", kv_blocks=1) == 64
+        told = [event.reason for event in await events.take() if event.kind == "kv_resized"]
+        assert told == ["more of a", "by hand", "by hand"]
+        idle(fleet)
+
+
+@virtual_time
+@pytest.mark.parametrize("wrong", [0, 1.5, True, None])
+async def test_a_resize_by_hand_of_what_is_none_is_refused(wrong: Any) -> None:
+    async with sim_fleet(
+        "a", engines=[FixedEngine("plain", PROFILE)], store=store(), scheduler=Idle()
+    ) as fleet:
+        with pytest.raises(ConfigError, match="kv_blocks is"):
+            await fleet.resize("plain", kv_blocks=wrong)
+        with pytest.raises(ConfigError, match="no instance 'e9'"):
+            await fleet.resize("e9", kv_blocks=8)
+        with pytest.raises(ConfigError, match="'plain' cannot resize its KV pool"):
+            await fleet.resize("plain", kv_blocks=8)
+
+
+@virtual_time
+async def test_an_engine_that_hangs_in_a_resize_fails_that_call_alone() -> None:
+    class Hanging(SimEngine):
+        async def resize_kv(self, num_blocks: int) -> int:
+            await anyio.sleep_forever()
+            raise AssertionError
+
+    engine = Hanging("e0", PROFILE, kv_blocks=256, device_budget=budget_of(256), floor_bytes=FLOOR_BYTES)
+    async with sim_fleet("a", engines=[engine], store=store(), scheduler=Idle()) as fleet:
+        await fleet.swap("e0", to="a")
+        with pytest.raises(InstanceError, match="longer than 10 s"):
+            await fleet.resize("e0", kv_blocks=8)
+        plain = await fleet.generate("a", [1, 2, 3], Sampling(max_tokens=4))
+        assert len(plain.tokens) == 4
+        idle(fleet)
 
 
 @virtual_time
