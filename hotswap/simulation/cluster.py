@@ -9,7 +9,7 @@ from typing import TypeVar
 from hotswap.backends.sim import SimEngine, SimNodes, SimStore, sim_manifest
 from hotswap.backends.sim.batcher import Batching
 from hotswap.backends.sim.load import Reporting
-from hotswap.checks import check_counts, check_positive, check_required_seconds
+from hotswap.checks import check_choice, check_counts, check_positive, check_required_seconds
 from hotswap.device_budget import DeviceBudget
 from hotswap.errors import ConfigError
 from hotswap.profiling.profiles import PROFILES, Profile
@@ -87,10 +87,8 @@ class Cluster:
         if isinstance(self.profile, str) and self.profile not in PROFILES:
             raise ConfigError(f"There is no profile {self.profile!r}; there are {', '.join(PROFILES)}.")
         engines = {f"e{number}" for number in range(self.num_engines)}
-        if self.batching not in ("mixed", "prefill_first"):
-            raise ConfigError(f"batching is {self.batching!r}; give 'mixed' or 'prefill_first'.")
-        if self.reporting not in ("live", "by_step"):
-            raise ConfigError(f"reporting is {self.reporting!r}; give 'live' or 'by_step'.")
+        check_choice(ConfigError, ("mixed", "prefill_first"), batching=self.batching)
+        check_choice(ConfigError, ("live", "by_step"), reporting=self.reporting)
         if not 0 < self.kv_floor <= 1:
             raise ConfigError(f"kv_floor is {self.kv_floor!r}; give a share over 0, at most 1.")
         if not 0 <= self.watermark < 1:

@@ -17,7 +17,7 @@ from opentelemetry.metrics import NoOpMeterProvider
 
 from hotswap.action import MigrationRecord, SwapRecord
 from hotswap.backends.sim import SimEngine
-from hotswap.errors import HotswapError
+from hotswap.errors import HotswapError, RequestCancelled
 from hotswap.kv_store import KVStore
 from hotswap.loop_time import current_time, sleep_until
 from hotswap.migration import Mover
@@ -45,6 +45,9 @@ AnyFleet: TypeAlias = Fleet | EventFleet
 # Samples of what instances hold are so many seconds apart at least, and further for more than so many
 # engines; over a long trace there are so many of each.
 _LEAST_SAMPLE_S, _FEW_ENGINES, _MOST_SAMPLES = 0.5, 1000, 1000
+
+# What nothing serves for so long after the last arrival waits for ever; looked at so often.
+UNSERVED_S, _LOOK_S = 3600.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,7 @@ class TraceDriver(ABC):
                 for number, request in enumerate(self._trace.requests):
                     await sleep_until(request.arrive_s)
                     self._send(fleet, number, request, clients)
+                beside.start_soon(self._cut_off_unserved, engines, clients.cancel_scope)
                 await self._ended()
             beside.cancel_scope.cancel()
         self.num_reused_tokens = sum(engine.num_reused_tokens for engine in engines)
@@ -131,6 +135,16 @@ class TraceDriver(ABC):
 
     async def _ended(self) -> None:  # noqa: B027  # clients are waited for already
         """Wait for requests that no task waits for."""
+
+    async def _cut_off_unserved(self, engines: Sequence[SimEngine], requests: anyio.CancelScope) -> None:
+        """End the requests once, for `UNSERVED_S`, none has run or ended, and no swap has ended."""
+        idle_s, before = 0.0, (0, 0)
+        while idle_s < UNSERVED_S:
+            await sleep_until(current_time() + _LOOK_S)
+            now = len(self.served), len(self.swaps)
+            idle_s = idle_s + _LOOK_S if now == before and not any(map(_is_busy, engines)) else 0.0
+            before = now
+        requests.cancel()
 
     def _keep(
         self,
@@ -190,7 +204,7 @@ class ClientDriver(TraceDriver):
     async def _ask(self, fleet: Fleet, number: int, request: TraceRequest) -> None:
         first_s: float | None = None
         num_tokens = num_hops = num_stalls = 0
-        failed: Exception | None = None
+        failed: Exception | None = RequestCancelled("No instance served it.")
         try:
             async with fleet.stream(
                 request.model,
@@ -204,10 +218,12 @@ class ClientDriver(TraceDriver):
                     num_tokens += 1
                     first_s = current_time() if first_s is None else first_s
                 num_hops, num_stalls = stream.num_hops, stream.num_stalls
+            failed = None
         except HotswapError as exc:
             failed = exc
-        told = {"num_tokens": num_tokens, "num_hops": num_hops, "num_stalls": num_stalls}
-        self._keep(number, **told, first_s=first_s, error=failed)
+        finally:
+            told = {"num_tokens": num_tokens, "num_hops": num_hops, "num_stalls": num_stalls}
+            self._keep(number, **told, first_s=first_s, error=failed)
 
 
 class EventDriver(TraceDriver):
@@ -220,6 +236,7 @@ class EventDriver(TraceDriver):
         super().__init__(scenario)
         self._change = anyio.Event()
         self._fault: BaseException | None = None
+        self._under_way: dict[int, SimulatedRequest] = {}
 
     async def play(self) -> None:
         # An error in a callback of the loop has no task to be raised in.
@@ -245,6 +262,7 @@ class EventDriver(TraceDriver):
                 listener=self,
             )
             self._numbers[simulated.request.id] = number
+            self._under_way[number] = simulated
         except HotswapError as exc:
             self._keep(number, error=exc)
 
@@ -259,13 +277,24 @@ class EventDriver(TraceDriver):
         stays = {} if request.error else {"num_hops": request.num_hops, "num_stalls": request.most_stalls}
         num_tokens, first_s = request.num_generated, request.first_s
         self._keep(request.number, num_tokens=num_tokens, first_s=first_s, **stays, error=request.error)
+        del self._under_way[request.number]
         self._change.set()
 
     async def _ended(self) -> None:
-        while len(self.served) < len(self._trace.requests):
-            self._raise_fault()
-            self._change = anyio.Event()
-            await self._change.wait()
+        try:
+            while len(self.served) < len(self._trace.requests):
+                self._raise_fault()
+                self._change = anyio.Event()
+                await self._change.wait()
+        finally:
+            for request in tuple(self._under_way.values()):
+                request.error = RequestCancelled("No instance served it.")
+                self.request_ended(request)
+
+
+def _is_busy(engine: SimEngine) -> bool:
+    status = engine.status()
+    return status.num_running + status.num_waiting > 0
 
 
 @lru_cache(maxsize=4096)

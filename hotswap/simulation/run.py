@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import logging
-import threading
-from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
+from hotswap.checks import check_choice
 from hotswap.errors import ConfigError
 from hotswap.kv_store import KVStore
 from hotswap.migration import Mover
+from hotswap.offline.unserved import unserved_counted
 from hotswap.offline.virtual_time import run
 from hotswap.policies.defaults import default_router, default_scheduler
 from hotswap.router import Router
@@ -24,8 +23,6 @@ from hotswap.simulation.outcome import Outcome
 from hotswap.simulation.trace import Trace
 
 __all__ = ["Driver", "simulate"]
-
-log = logging.getLogger("hotswap.unserved")
 
 Driver: TypeAlias = Literal["clients", "events"]
 
@@ -41,39 +38,6 @@ def _few_collections() -> Generator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-class _FirstUnserved(logging.Filter):
-    """Lets the first warning of a model without an instance through, and counts them all by model.
-
-    Those of other threads pass, in which other simulations may run, or the fleet of a server.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[object] = Counter()
-        self._thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is the first of this thread, or of another one."""
-        if threading.get_ident() != self._thread:
-            return True
-        self.counts[record.args[0] if isinstance(record.args, tuple) else record.args] += 1
-        return self.counts.total() == 1
-
-
-@contextmanager
-def _unserved_counted(trace: Trace) -> Generator[None]:
-    """Log the first model that no instance serves as it happens, and at the end how many there were."""
-    first = _FirstUnserved()
-    log.addFilter(first)
-    try:
-        yield
-    finally:
-        log.removeFilter(first)
-        if (num_told := first.counts.total()) > 1:
-            what = "In %r %d of %d models had requests waiting for 5 s and no instance, %d times in all."
-            log.warning(what, trace.name, len(first.counts), len(trace.models), num_told)
 
 
 @_few_collections()
@@ -94,11 +58,12 @@ def simulate(
     """Play a trace to a fleet of the cluster until its last request has ended, and return what became of it.
 
     The fleet is the one of production, and knows nothing of it; without a router or a scheduler it has those
-    of a `Fleet` without any. Requests that fail are part of the outcome. The log warns of the first model
-    that no instance serves for long, and counts all in one line at the end. Prompts are made when they arrive
-    and forgotten when they end. `progress` is told how many requests have ended, of how many. With large
-    `chunk_bytes` in the `migration_limits` moves are simulated sooner. A `kv_store`, such as a `SimKVStore`,
-    keeps KV blocks across swaps.
+    of a `Fleet` without any. Requests that fail are part of the outcome. Those that still wait when, after
+    the last arrival, none has run and no swap has ended for an hour end by `RequestCancelled`. The log warns
+    of the first model that no instance serves for long, and counts all in one line at the end. Prompts are
+    made when they arrive and forgotten when they end. `progress` is told how many requests have ended, of
+    how many. With large `chunk_bytes` in the `migration_limits` moves are simulated sooner. A `kv_store`,
+    such as a `SimKVStore`, keeps KV blocks across swaps.
 
     With the driver `"clients"` every request has a client that reads its stream, as in production: a token is
     a few turns of the event loop, and an hour of 100 engines takes minutes. `"events"` visits an engine when
@@ -110,8 +75,7 @@ def simulate(
     """
     if not trace.requests:
         raise ConfigError(f"{trace.name!r} has no requests; nothing would happen.")
-    if driver not in _DRIVERS:
-        raise ConfigError(f"driver is {driver!r}; give {' or '.join(map(repr, _DRIVERS))}.")
+    check_choice(ConfigError, tuple(_DRIVERS), driver=driver)
     router = default_router() if router is None else router
     scheduler = default_scheduler() if scheduler is None else scheduler
     played = _DRIVERS[driver](
@@ -127,7 +91,7 @@ def simulate(
             progress=progress,
         )
     )
-    with _unserved_counted(trace):
+    with unserved_counted(trace.name, len(trace.models)):
         run(played.play)
     return Outcome(
         name=name or repr(scheduler),

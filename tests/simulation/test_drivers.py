@@ -333,7 +333,7 @@ def test_any_requests(
 
 
 def test_another_driver_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'clients' or 'events'"):
+    with pytest.raises(ConfigError, match="'clients', 'events'"):
         simulate(mixed(0), Cluster(), router=AffinityRouter(), scheduler=SWAP, driver="steps")  # type: ignore[arg-type]
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.turns import differences
+from hotswap import FleetView
+from hotswap.abc import Action, Scheduler, Swap
 from hotswap.policies import KeepAliveSwap
 from hotswap.simulation import Cluster, Trace, TraceRequest, simulate
+from hotswap.simulation.driver import UNSERVED_S
 from hotswap.simulation.run import Driver
+from hotswap.view import InstanceState
 
 DRIVERS: tuple[Driver, ...] = ("clients", "events")
 CLUSTER = Cluster(num_engines=1, profile="h100-llama-3.1-8b")
@@ -76,3 +83,26 @@ def test_after_a_simulation_all_warnings_are_heard_again(caplog: pytest.LogCaptu
     for _ in range(3):
         log.warning("Model %r waits.", "z")
     assert len(told(caplog)) == 3
+
+
+@dataclass(frozen=True)
+class Once(Scheduler):
+    """Loads the first model that is asked for, and no other: what a scheduler with a fault may do."""
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        return [
+            Swap(instance=instance.id, model=request.model)
+            for request, instance in zip(fleet.waiting, fleet.instances, strict=False)
+            if instance.state is InstanceState.EMPTY and instance.free
+        ]
+
+
+def test_requests_that_a_scheduler_never_serves_end_and_the_others_are_told_of() -> None:
+    """Which the docs let a user try: such a simulation never ended."""
+    clients, events = (
+        simulate(in_turn("a", "b", "a", tokens=5), CLUSTER, scheduler=Once(), interval_s=10.0, driver=driver)
+        for driver in DRIVERS
+    )
+    assert [request.error for request in events.requests] == ["", "RequestCancelled", ""]
+    assert events.requests[1].ended_s > UNSERVED_S
+    assert list(differences(clients, events)) == []
