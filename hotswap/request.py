@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NewType, overload
+from typing import Literal, NewType, cast, overload
 
 from hotswap.errors import InvalidRequest
 from hotswap.sampling import Sampling
@@ -20,6 +20,7 @@ __all__ = [
     "ScoredPrompt",
     "Token",
     "TokenLogprob",
+    "new_token",
 ]
 
 ModelId = NewType("ModelId", str)
@@ -236,11 +237,33 @@ class Token:
         self, text: str, finish_reason: FinishReason | None, top_logprobs: tuple[TokenLogprob, ...]
     ) -> Token:
         """Return it as its client is given it; `replace` would take twice as long."""
-        return Token(
-            id=self.id,
-            index=self.index,
-            text=text,
-            finish_reason=finish_reason,
-            logprob=self.logprob,
-            top_logprobs=top_logprobs,
-        )
+        return new_token(self.id, self.index, finish_reason, text, self.logprob, top_logprobs)
+
+
+class _Draft:
+    """A `Token` of which the fields are being set."""
+
+    __slots__ = Token.__slots__
+
+    id: int
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    logprob: float | None
+    top_logprobs: tuple[TokenLogprob, ...]
+
+
+def new_token(
+    id: int,
+    index: int,
+    finish_reason: FinishReason | None = None,
+    text: str = "",
+    logprob: float | None = None,
+    top_logprobs: tuple[TokenLogprob, ...] = (),
+) -> Token:
+    """Return a token as `Token(...)` does, in a third of the time: that sets each field by a call."""
+    token = _Draft()
+    token.id, token.index, token.finish_reason = id, index, finish_reason
+    token.text, token.logprob, token.top_logprobs = text, logprob, top_logprobs
+    token.__class__ = Token  # type: ignore[assignment]
+    return cast("Token", token)

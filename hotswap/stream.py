@@ -85,7 +85,8 @@ class TokenQueue(TokenStream):
             self._receiver.put(token)
         else:
             self._tokens.append(token)
-            self._wake()
+            if self._waiting:
+                self._wake()
 
     def forward(self, receiver: TokenReceiver) -> None:
         """Give tokens to a receiver from now on, the present ones first; readers get the end alone.

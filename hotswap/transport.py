@@ -99,6 +99,8 @@ class Channel(AsyncContextManagerMixin, ABC):
     def fitting(self, message: bytes, payload: memoryview | None) -> memoryview:
         """Return the bytes of a payload; raise `MigrationAborted` for a frame that is too large."""
         data = memoryview(b"") if payload is None else payload.cast("B")
+        if len(message) <= self.max_message_bytes and len(data) <= self.max_payload_bytes:
+            return data
         for what, size, most in (
             ("message", len(message), self.max_message_bytes),
             ("payload", len(data), self.max_payload_bytes),

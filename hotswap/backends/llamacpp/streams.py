@@ -17,7 +17,7 @@ from hotswap.backends.llamacpp.settings import KV_BLOCK_TOKENS, Settings
 from hotswap.backends.llamacpp.slots import Slots
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.errors import HotswapError, InstanceError, InvalidRequest
-from hotswap.request import FinishReason, Request, Token, TokenLogprob
+from hotswap.request import FinishReason, Request, TokenLogprob, new_token
 from hotswap.stream import TokenQueue
 
 __all__ = ["Stream", "Streams"]
@@ -91,7 +91,7 @@ class Stream:
         stops = token in self.ends and index + 1 >= self.request.sampling.min_tokens
         is_last = len(self.sequence) == self.most_tokens
         reason: FinishReason | None = "stop" if stops else "length" if is_last else None
-        self.tokens.put(Token(id=token, index=index, finish_reason=reason, logprob=logprob, top_logprobs=top))
+        self.tokens.put(new_token(token, index, reason, "", logprob, top))
         if reason is not None:
             self.tokens.close()
 

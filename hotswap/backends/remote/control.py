@@ -282,11 +282,11 @@ class ControlLink:
         numbers = wire.tokens_of(payload)
         if len(numbers) % 2:
             raise ProtocolError(f"{len(numbers):,} numbers are no pairs")
-        streams = self._streams
-        for at in range(0, len(numbers), 2):
-            stream = streams.get(numbers[at] >> 2)
+        streams, pairs = self._streams, iter(numbers)
+        for row, value in zip(pairs, pairs, strict=True):
+            stream = streams.get(row >> 2)
             if stream is not None:  # else it was left
-                stream.take_numbers(numbers[at] & 3, numbers[at + 1])
+                stream.take_numbers(row & 3, value)
 
     def _take_of(self, stream: RemoteStream, message: Message) -> None:
         match message.verb:

@@ -2,7 +2,8 @@
 
 A frame carries all that one end has said in a turn of its event loop: its number, then messages in the order
 in which they were said, as JSON. A message is a verb, the number of a call or a stream, fields, and how many
-bytes of the frame's payload belong to it. Tokens of all streams are one message: pairs of 64-bit numbers.
+bytes of the frame's payload belong to it. Tokens of all streams are one message: pairs of 64-bit numbers. A
+frame of this message alone, as most frames are, has no JSON.
 
 Messages are not trusted. None names a class to be made; what cannot be read raises `ProtocolError`, which
 ends the link. Frames are counted, so that one that is lost, repeated or out of order is noticed.
@@ -12,14 +13,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Final, cast
 
 from hotswap.backends.fields import LARGEST, Fields
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
+from hotswap.errors import MigrationAborted
 from hotswap.transport import Frame
 
 __all__ = [
@@ -33,18 +36,22 @@ __all__ = [
     "messages_of",
     "said",
     "taking",
+    "tokens_frame",
 ]
 
 log = logging.getLogger("hotswap")
 
-VERSION: Final = 4
+VERSION: Final = 5
 # Of one frame: longer ones would hold up the event loop, and are split between messages.
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_PAYLOAD_BYTES: Final = 8 << 20
 _FULL_BYTES, _FULL_PAYLOAD_BYTES, _FULL_BRACKETS = 128 << 10, 1 << 20, wire.MAX_BRACKETS // 2
 _ENVELOPE_BYTES = 64
+_TOKENS_MARK = b"T"  # no JSON begins so
+_TOKENS = struct.Struct("!cQI")  # the mark, the number of the frame, and the bytes of its payload
 
 _NO_BYTES = memoryview(b"")
+_NO_FIELDS = Fields({}, "the message 'tokens'", "Use one version of hotswap.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +118,42 @@ def frames_of(messages: list[Said], first: int) -> Iterator[tuple[bytes, memoryv
         yield _frame(batch, first)
 
 
-@contextmanager
-def taking(message: wire.Message) -> Generator[None]:
-    """Bracket what is done with a message: whatever goes wrong breaks the link, and nothing else.
+class taking:
+    """Brackets what is done with a message: whatever goes wrong breaks the link, and nothing else.
+
+    A class, because a generator in its place would take a good part of the time of a message.
 
     Raises:
         MigrationAborted: the message is not valid, or could not be taken.
     """
+
+    __slots__ = ("_message",)
+
+    def __init__(self, message: wire.Message) -> None:
+        self._message = message
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            raise _link_error(error, self._message.verb[:40]) from error
+
+
+def _link_error(error: Exception, verb: str) -> MigrationAborted:
     try:
         with wire.protocol_errors():
-            yield
+            raise error
     except ProtocolError as exc:
-        raise link_broken(str(exc)) from exc
+        return link_broken(str(exc))
     except Exception as exc:
-        log.exception("The message %r of a link could not be taken.", message.verb[:40])
-        raise link_broken(f"the message {message.verb[:40]!r} could not be taken ({exc!r})") from exc
+        log.exception("The message %r of a link could not be taken.", verb)
+        return link_broken(f"the message {verb!r} could not be taken ({exc!r})")
+
+
+def tokens_frame(number: int, payload: memoryview) -> bytes:
+    """Return the message of a frame with the payload of `tokens`, and no other message."""
+    return _TOKENS.pack(_TOKENS_MARK, number, len(payload))
 
 
 def _frame(messages: list[Said], number: int) -> tuple[bytes, memoryview]:
@@ -141,6 +169,12 @@ def messages_of(frame: Frame, number: int) -> list[Message]:
     Raises:
         ProtocolError: it is not valid, or is another frame.
     """
+    if frame.message[:1] == _TOKENS_MARK:
+        if frame.message != tokens_frame(number, frame.payload):
+            raise ProtocolError(
+                f"{frame.message[:40]!r} was received in the place of tokens in frame {number}"
+            )
+        return [Message("tokens", 0, _NO_FIELDS, frame.payload)]
     wire.check_brackets(frame.message)
     try:
         told: object = json.loads(frame.message)

@@ -7,7 +7,6 @@ that has nothing to say sends a beat from time to time, so that silence means th
 from __future__ import annotations
 
 import asyncio
-from array import array
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -20,6 +19,7 @@ from hotswap.backends.remote.messages import (
     frames_of,
     messages_of,
     said,
+    tokens_frame,
 )
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
@@ -48,7 +48,7 @@ class Outbox:
         self._channel, self._silence_s = channel, silence_s
         self.heard_within_s = LEAST_S
         self._said: list[Said] = []
-        self._rows: array[int] | None = None  # the last message, if it is of tokens
+        self._rows: list[int] | None = None  # the last message, if it is of tokens
         self._num_frames = 0
         self._began_s: float | None = None  # to send, if it is not done
         self._is_silent = False  # since the last look
@@ -72,9 +72,9 @@ class Outbox:
     def say_row(self, stream: int, value: int) -> None:
         """Have a pair of numbers sent in the message `tokens`, which holds those that are said in a row."""
         if self._rows is None:
-            self._rows = array("q")
+            self._rows = []
             self._woken.set()
-        self._rows.extend((stream, value))
+        self._rows += (stream, value)
 
     @property
     def has_rows(self) -> bool:
@@ -114,9 +114,16 @@ class Outbox:
     async def flush(self) -> None:
         """Send what was said, or a beat; cancelled before it has begun, it leaves that for the next call."""
         await checkpoint_if_cancelled()
+        self._began_s, self._is_silent = asyncio.get_running_loop().time(), False
+        if not self._said and self._rows is not None and len(self._rows) <= _ROW_NUMBERS:
+            payload, self._rows = wire.pack_tokens(self._rows), None
+            message = tokens_frame(self._num_frames, payload)
+            self._num_frames += 1
+            await self._channel.send(message, payload)
+            self._began_s = None
+            return
         self._end_rows()
         messages, self._said = self._said, []
-        self._began_s, self._is_silent = anyio.current_time(), False
         for frame in frames_of(messages, self._num_frames):
             self._num_frames += 1
             await self._channel.send(*frame)
@@ -133,9 +140,8 @@ class Outbox:
                 self.wake()
 
     def _end_rows(self) -> None:
-        rows, self._rows = self._rows, None
-        for at in range(0, len(rows or ()), _ROW_NUMBERS):
-            assert rows is not None, "there are some"
+        rows, self._rows = self._rows or [], None
+        for at in range(0, len(rows), _ROW_NUMBERS):
             self._said.append(said("tokens", 0, {}, wire.pack_tokens(rows[at : at + _ROW_NUMBERS])))
 
 
@@ -150,8 +156,11 @@ class Inbox:
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel, self.silence_s = channel, silence_s
+        self._most_bytes = min(MAX_MESSAGE_BYTES, channel.max_message_bytes)
+        self._most_payload_bytes = min(MAX_PAYLOAD_BYTES, channel.max_payload_bytes)
         self._num_frames = 0
-        self._heard_s = anyio.current_time()
+        self._now_s = asyncio.get_running_loop().time  # that of anyio asks for the loop each time
+        self._heard_s = self._now_s()
         self._is_receiving = False
 
     async def receive(self) -> list[Message]:
@@ -160,11 +169,10 @@ class Inbox:
         Raises:
             MigrationAborted: the link is broken, by this frame perhaps.
         """
-        self._heard_s, self._is_receiving = anyio.current_time(), True
+        self._heard_s, self._is_receiving = self._now_s(), True
         try:
             frame = await self._channel.receive(
-                max_message_bytes=min(MAX_MESSAGE_BYTES, self._channel.max_message_bytes),
-                max_payload_bytes=min(MAX_PAYLOAD_BYTES, self._channel.max_payload_bytes),
+                max_message_bytes=self._most_bytes, max_payload_bytes=self._most_payload_bytes
             )
         finally:
             self._is_receiving = False

@@ -52,16 +52,17 @@ class _Teller:
     def __init__(self, number: int, tokens: TokenStream, outbox: HostOutbox) -> None:
         self.has_begun = False
         self._number, self._tokens, self._outbox = number, tokens, outbox
+        self._row = 4 * number
 
     def put(self, token: Token) -> None:
         """See `TokenReceiver`."""
         if not self.has_begun:
             self.has_begun = True
             if self._tokens.num_reused_tokens:
-                self._outbox.say_row(4 * self._number + REUSED, self._tokens.num_reused_tokens)
+                self._outbox.say_row(self._row + REUSED, self._tokens.num_reused_tokens)
         kind = _KINDS[token.finish_reason]
         if token.logprob is None:
-            self._outbox.say_row(4 * self._number + kind, token.id)
+            self._outbox.say_row(self._row + kind, token.id)
         else:
             self._outbox.say("scored", self._number, scored(token), kind=kind)
 

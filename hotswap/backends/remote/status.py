@@ -93,7 +93,7 @@ class RemoteStatus(StatusNotifier):
         if self._pending is not None and now.state is not InstanceState.LOST:
             state, model = self._pending
             now = now.updated(state=state, model=model)
-        if now == before:
+        if now.__dict__ == before.__dict__:
             return
         self._shown = now
         changed = {name for name, value in now.__dict__.items() if before.__dict__[name] != value}

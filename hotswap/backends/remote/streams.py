@@ -8,7 +8,7 @@ from hotswap.backends.remote.messages import Message
 from hotswap.backends.remote.values import FINISH_REASONS, add_to_prompt, token_of
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
-from hotswap.request import Request, Token
+from hotswap.request import Request, Token, new_token
 from hotswap.stream import TokenQueue
 
 __all__ = ["REUSED", "RemoteStream"]
@@ -39,7 +39,7 @@ class RemoteStream(TokenQueue):
             ProtocolError: it is none that could come now.
         """
         if kind != REUSED:
-            self._put(Token(id=value, index=self._next, finish_reason=FINISH_REASONS[kind]))
+            self._put(new_token(value, self._next, FINISH_REASONS[kind]))
         elif self.has_tokens or not 0 <= value <= self._num_tokens:
             raise ProtocolError(f"{value:,} reused tokens were told of a request of {self._num_tokens:,}")
         else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hotswap.backends.sim.sequence import Sequence
 from hotswap.errors import InvalidRequest, PromptTooLong
 from hotswap.model import ModelCard
-from hotswap.request import FinishReason, Request, ScoredPrompt, Token, TokenLogprob
+from hotswap.request import FinishReason, Request, ScoredPrompt, TokenLogprob, new_token
 from hotswap.stream import TokenQueue
 
 __all__ = ["SimGeneration", "Streamed", "check_request", "expected_tokens"]
@@ -97,9 +97,7 @@ class Streamed(Sequence):
         if not self.position:
             self.tokens.prompt_logprobs = self.generation.prompt_logprobs() or ()
         logprob, top = self.generation.logprobs(token)
-        self.tokens.put(
-            Token(id=token, index=self.position, finish_reason=reason, logprob=logprob, top_logprobs=top)
-        )
+        self.tokens.put(new_token(token, self.position, reason, "", logprob, top))
         self.position += 1
         return reason is not None
 

@@ -9,7 +9,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.runner import Report
-from hotswap.request import Request, RequestId, Token
+from hotswap.request import Request, RequestId, new_token
 from hotswap.stream import TokenQueue
 
 __all__ = ["Streams"]
@@ -100,10 +100,10 @@ class Streams:
                 if sampled.prompt_logprobs is not None:
                     tokens.prompt_logprobs = sampled.prompt_logprobs
                 tokens.put(
-                    Token(
-                        id=sampled.token,
-                        index=sampled.index,
-                        finish_reason=sampled.finish_reason,
+                    new_token(
+                        sampled.token,
+                        sampled.index,
+                        sampled.finish_reason,
                         logprob=sampled.logprob,
                         top_logprobs=sampled.top_logprobs,
                     )

@@ -17,12 +17,16 @@ from hotswap.backends.memory import aligned_buffer
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.transport import Frame
 
-__all__ = ["PIECE_BYTES", "FrameReader", "check_lengths", "frame_pieces"]
+__all__ = ["PIECE_BYTES", "FrameReader", "check_lengths", "frame_pieces", "short_frame"]
 
 _MAGIC = b"HSKV"
 _VERSION = 1
 _HEADER = struct.Struct("!4sH2xIQ")
 _SUM = struct.Struct("!I")
+_START = struct.Struct(_HEADER.format + "I")  # the header and its sum
+_START_BYTES = _START.size
+_LEAST_BYTES = _START_BYTES + _SUM.size
+_DAMAGED = "the checksum of a frame does not match its bytes"
 
 # Bytes that are copied at once, and that are summed at once, so that the event loop is not blocked for long.
 PIECE_BYTES = 256 << 10
@@ -33,13 +37,11 @@ def frame_pieces(
     message: bytes, payload: memoryview, *, in_place: bool = False
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a frame, in pieces if they are many; each is a copy, or `in_place` the payload's."""
-    header = _HEADER.pack(_MAGIC, _VERSION, len(message), len(payload))
-    start = header + _SUM.pack(crc32(header, 0)) + message
-    checksum = crc32(message, 0)
     if len(payload) <= PIECE_BYTES:
-        yield b"".join((start, payload, _SUM.pack(crc32(payload, checksum))))
+        yield short_frame(message, payload)
         return
-    yield start
+    yield _start(message, payload)
+    checksum = crc32(message, 0)
     piece_bytes = _SUMMED_BYTES if in_place else PIECE_BYTES
     for at in range(0, len(payload), piece_bytes):
         part = payload[at : at + piece_bytes]
@@ -47,6 +49,17 @@ def frame_pieces(
         checksum = crc32(piece, checksum)
         yield piece
     yield _SUM.pack(checksum)
+
+
+def short_frame(message: bytes, payload: memoryview) -> bytes:
+    """Return the bytes of a frame whose payload is short enough to be copied at once."""
+    checksum = crc32(payload, crc32(message, 0))
+    return b"".join((_start(message, payload), payload, _SUM.pack(checksum)))
+
+
+def _start(message: bytes, payload: memoryview) -> bytes:
+    header = _HEADER.pack(_MAGIC, _VERSION, len(message), len(payload))
+    return header + _SUM.pack(crc32(header, 0)) + message
 
 
 def check_lengths(lengths: tuple[int, int], limits: tuple[int, int]) -> None:
@@ -109,12 +122,30 @@ class FrameReader:
         Raises:
             ProtocolError: the bytes are no frames; the reader cannot be used further.
         """
+        if not self.has_begun and self._target is None and (whole := self._first_in(data)) is not None:
+            return whole
         used, frame = 0, None
         while frame is None and used < len(data):
             size = min(len(self._room), len(data) - used)
             self._room[:size] = data[used : used + size]
             used, frame = used + size, self.filled(size)
         return used, frame
+
+    def _first_in(self, data: memoryview) -> tuple[int, Frame] | None:
+        """Return the frame that `data` begins with, if it is all there: in a quarter of the time of parts."""
+        if len(data) < _LEAST_BYTES:
+            return None
+        message_bytes, payload_bytes = lengths = _lengths_in(data)
+        end = _START_BYTES + message_bytes + payload_bytes
+        if len(data) < end + _SUM.size or payload_bytes > PIECE_BYTES:
+            return None
+        check_lengths(lengths, self._limits)
+        if _SUM.unpack_from(data, end)[0] != crc32(data[_START_BYTES:end], 0):
+            raise ProtocolError(_DAMAGED)
+        payload_at = _START_BYTES + message_bytes
+        payload = self._memory_for(payload_bytes)
+        payload[:] = data[payload_at:end]
+        return end + _SUM.size, Frame(bytes(data[_START_BYTES:payload_at]), payload)
 
     def _go_on(self) -> Frame | None:
         """Have room for the next bytes, unless the frame is complete: then for those of the next frame."""
@@ -137,7 +168,7 @@ class FrameReader:
         """Yield the memory to fill next, until the frame is complete."""
         header = bytearray(_HEADER.size + _SUM.size)
         yield memoryview(header)
-        self._lengths = message_bytes, payload_bytes = _lengths_in(bytes(header))
+        self._lengths = message_bytes, payload_bytes = _lengths_in(header)
         check_lengths(self._lengths, self._limits)
         message = bytearray(message_bytes)
         yield memoryview(message)
@@ -150,7 +181,7 @@ class FrameReader:
         tail = bytearray(_SUM.size)
         yield memoryview(tail)
         if _SUM.unpack(tail) != (checksum,):
-            raise ProtocolError("the checksum of a frame does not match its bytes")
+            raise ProtocolError(_DAMAGED)
         return Frame(bytes(message), payload)
 
     def _memory_for(self, size_bytes: int) -> memoryview:
@@ -164,11 +195,12 @@ class FrameReader:
         return self._memory[:size_bytes]
 
 
-def _lengths_in(header: bytes) -> tuple[int, int]:
-    magic, version, message_bytes, payload_bytes = _HEADER.unpack_from(header)
+def _lengths_in(data: bytearray | memoryview) -> tuple[int, int]:
+    """Return the lengths that a header tells, which `data` begins with."""
+    magic, version, message_bytes, payload_bytes, checksum = _START.unpack_from(data)
     if magic != _MAGIC:
-        raise ProtocolError(f"{header[:4]!r} was received in the place of a frame")
-    if _SUM.unpack_from(header, _HEADER.size) != (crc32(header[: _HEADER.size], 0),):
+        raise ProtocolError(f"{magic!r} was received in the place of a frame")
+    if checksum != crc32(data[: _HEADER.size], 0):
         raise ProtocolError("the header of a frame is damaged")
     if version != _VERSION:
         raise ProtocolError(f"the other end speaks version {version}, this one {_VERSION}")

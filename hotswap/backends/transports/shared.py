@@ -43,6 +43,7 @@ _MAX_PLACES = 64  # so few bytes always fit in a socket buffer: freeing a place 
 _HELLO = struct.Struct("=4sIQ")  # magic, version, bytes of a ring
 _MAGIC, _VERSION = b"HSSM", 2
 _PLACE = struct.Struct("=QQ")  # offset and length of a payload
+_NO_PLACE = _PLACE.pack(0, 0)
 
 
 class SharedChannel(Channel):
@@ -82,7 +83,7 @@ class SharedChannel(Channel):
         with self._sending:
             try:
                 if len(data) <= _SMALL_BYTES:
-                    await self._control.send(_PLACE.pack(0, 0) + message, data)
+                    await self._control.send(_NO_PLACE + message, data)
                 else:
                     await self._send_by_ring(message, data)
             except BaseException as exc:
@@ -115,10 +116,12 @@ class SharedChannel(Channel):
         frame = await self._control.receive(
             max_message_bytes=_PLACE.size + message_bytes, max_payload_bytes=min(_SMALL_BYTES, payload_bytes)
         )
-        payload = self._payload_of(frame)
-        check_lengths((0, len(payload)), (0, payload_bytes))
-        self._lends = len(payload) > 0
-        return Frame(frame.message[_PLACE.size :], payload or frame.payload)
+        at, size_bytes = self._place_in(frame)
+        if not size_bytes:
+            return Frame(frame.message[_PLACE.size :], frame.payload)
+        check_lengths((0, size_bytes), (0, payload_bytes))
+        self._lends = True
+        return Frame(frame.message[_PLACE.size :], self._in.view[at : at + size_bytes])
 
     # ------------------------------------------------------------------ places
 
@@ -144,13 +147,13 @@ class SharedChannel(Channel):
             self._ring.free(len(freed))
         return at
 
-    def _payload_of(self, frame: Frame) -> memoryview:
+    def _place_in(self, frame: Frame) -> tuple[int, int]:
         if len(frame.message) < _PLACE.size:
             raise ProtocolError("a message was received without the place of its payload")
         at, size_bytes = _PLACE.unpack_from(frame.message)
         if at + size_bytes > len(self._in.view):
             raise ProtocolError("the place of a payload is outside of the shared memory")
-        return self._in.view[at : at + size_bytes]
+        return at, size_bytes
 
     async def _break_by(self, error: BaseException) -> None:
         """Break the whole link by an error of a part, and raise that of a broken link; return for others."""

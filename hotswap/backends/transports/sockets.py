@@ -75,9 +75,14 @@ class SocketBytes(ByteStream):
         self._turn_bytes += num_bytes + _SEND_BYTES
         return num_bytes
 
+    @property
+    def has_sent_much(self) -> bool:
+        """Whether so much was sent since other tasks ran that they should."""
+        return self._turn_bytes >= _TURN_BYTES
+
     async def take_turns(self) -> None:
         """Let other tasks run if much was sent since they did; not cancelled."""
-        if self._turn_bytes >= _TURN_BYTES:
+        if self.has_sent_much:
             self._turn_bytes = 0
             await cancel_shielded_checkpoint()
 

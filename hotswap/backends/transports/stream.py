@@ -8,7 +8,7 @@ from anyio.abc import ByteStream, SocketAttribute
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from hotswap.backends.memory import address_of, copy_in_turns
-from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces
+from hotswap.backends.transports.frames import PIECE_BYTES, FrameReader, frame_pieces, short_frame
 from hotswap.backends.transports.link_errors import ENDED, ProtocolError, link_broken, reason_for
 from hotswap.backends.transports.sockets import SocketBytes
 from hotswap.errors import MigrationAborted
@@ -76,6 +76,9 @@ class StreamChannel(Channel):
             await checkpoint_if_cancelled()  # cancelled here, nothing is sent
             self._refuse_if_broken()
             try:
+                if len(data) <= PIECE_BYTES:
+                    await self._send(short_frame(message, data))
+                    return
                 for piece in frame_pieces(message, data, in_place=self._socket is not None):
                     await self._send(piece)
             except BaseException as exc:
@@ -103,8 +106,10 @@ class StreamChannel(Channel):
         self, max_message_bytes: int, max_payload_bytes: int, target: memoryview | None
     ) -> Frame:
         with self._receiving:
-            # A frame that was received already is returned without waiting.
-            await (checkpoint() if self._left else checkpoint_if_cancelled())
+            if self._left:
+                await checkpoint()  # a frame that was received already is returned without waiting
+            elif self._socket is None:
+                await checkpoint_if_cancelled()  # a socket does so itself
             frame: Frame | None = None
             while frame is None:
                 self._refuse_if_broken()
@@ -130,7 +135,8 @@ class StreamChannel(Channel):
         left = memoryview(piece)
         left = left[self._socket.send_at_once(left) :]
         if not left:
-            await self._socket.take_turns()
+            if self._socket.has_sent_much:
+                await self._socket.take_turns()
             return
         with anyio.fail_after(self._stall_s):
             await self._socket.send(left)

@@ -14,7 +14,7 @@ from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.logprobs import error_in, of_prompt, of_token
 from hotswap.errors import InstanceError, InvalidRequest
-from hotswap.request import Request, RequestId, Token
+from hotswap.request import Request, RequestId, new_token
 from hotswap.stream import TokenQueue
 from hotswap.worker_threads import run_in_thread
 
@@ -127,7 +127,7 @@ class Stream:
                 break
             logprob, top = of_token(self.request, told, id)
             index = self.num_tokens - len(self.request.prompt)
-            self.tokens.put(Token(id=id, index=index, finish_reason=ended, logprob=logprob, top_logprobs=top))
+            self.tokens.put(new_token(id, index, ended, "", logprob, top))
             self.num_tokens += 1
             self.begun = True
         if reason in ("stop", "length"):

@@ -77,7 +77,8 @@ def reordered(frames: Frames, at: int) -> Plan:
 
 def damaged(frames: Frames, at: int) -> Plan:
     message, payload = frames[at]
-    return {at: [(message.replace(b",", b";", 1), payload)]}
+    wrong = message.replace(b",", b";", 1) if b"," in message else message[:-1] + bytes([message[-1] ^ 1])
+    return {at: [(wrong, payload)]}
 
 
 FAULTS = (cut, without_its_payload, dropped, repeated, reordered, damaged)
