@@ -28,6 +28,7 @@ from benchmarks.measure import Summary, ratios, rounds
 from hotswap import InstanceState, Model, ModelId, Request, RequestId, Sampling, Token
 from hotswap.abc import Engine, EngineStatus, ModelCard, TokenQueue, TokenStream, WeightStore
 from hotswap.backends.sim import SimStore
+from hotswap.request import new_token
 from hotswap.view import InstanceId
 
 __all__ = ["Settings", "is_kept", "measure", "measure_connected", "rows"]
@@ -95,7 +96,7 @@ class ClockEngine(Engine):
             for id, (request, queue) in list(self._queues.items()):
                 place = index[id] = index.get(id, -1) + 1
                 ended = place + 1 == request.sampling.max_tokens
-                queue.put(Token(index=place, id=born, finish_reason="length" if ended else None))
+                queue.put(new_token(born, place, "length" if ended else None))
                 if ended:
                     queue.close()
                     del self._queues[id], index[id]
@@ -242,7 +243,7 @@ async def _by_generator(actor: Any, streams: int, tokens: int, ages: list[float]
         method = actor.rows.options(num_returns="streaming")
         async for step in method.remote(streams, tokens):
             for number, index, born in await step:
-                queues[number].put(Token(index=index, id=born))
+                queues[number].put(new_token(born, index))
         for queue in queues:
             queue.close()
 

@@ -85,8 +85,10 @@ class TokenQueue(TokenStream):
             self._receiver.put(token)
         else:
             self._tokens.append(token)
-            if self._waiting:
-                self._wake()
+            while self._waiting:  # as in `_wake`, without a call for each token
+                waiting = self._waiting.pop()
+                if not waiting.done():
+                    waiting.set_result(None)
 
     def forward(self, receiver: TokenReceiver) -> None:
         """Give tokens to a receiver from now on, the present ones first; readers get the end alone.

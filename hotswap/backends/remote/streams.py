@@ -8,7 +8,7 @@ from hotswap.backends.remote.messages import Message
 from hotswap.backends.remote.values import FINISH_REASONS, add_to_prompt, token_of
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
-from hotswap.request import Request, Token, new_token
+from hotswap.request import Request, new_token
 from hotswap.stream import TokenQueue
 
 __all__ = ["REUSED", "RemoteStream"]
@@ -28,9 +28,14 @@ class RemoteStream(TokenQueue):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.opened = anyio.Event()
-        self.has_tokens = False
-        self._next, self._num_left = len(request.generated), max(request.remaining_tokens, 1)
+        self._first = self._next = len(request.generated)
+        self._end = self._first + max(request.remaining_tokens, 1)
         self._num_tokens = request.num_tokens
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a token has come."""
+        return self._next > self._first
 
     def take_numbers(self, kind: int, value: int) -> None:
         """Take a pair of numbers.
@@ -39,7 +44,8 @@ class RemoteStream(TokenQueue):
             ProtocolError: it is none that could come now.
         """
         if kind != REUSED:
-            self._put(new_token(value, self._next, FINISH_REASONS[kind]))
+            index = self._index_of(value)
+            self.put(new_token(value, index, FINISH_REASONS[kind]))
         elif self.has_tokens or not 0 <= value <= self._num_tokens:
             raise ProtocolError(f"{value:,} reused tokens were told of a request of {self._num_tokens:,}")
         else:
@@ -55,7 +61,9 @@ class RemoteStream(TokenQueue):
             kind = message.fields.size("kind")
         if kind >= len(FINISH_REASONS):
             raise ProtocolError(f"a token is of kind {kind}")
-        self._put(token_of(message.payload, self._next, FINISH_REASONS[kind]))
+        token = token_of(message.payload, self._next, FINISH_REASONS[kind])
+        self._index_of(token.id)
+        self.put(token)
 
     def take_prompt(self, message: Message) -> None:
         """Take a part of what is told of the prompt.
@@ -80,8 +88,10 @@ class RemoteStream(TokenQueue):
         if self.closed and not self.has_tokens:
             await anext(self, None)
 
-    def _put(self, token: Token) -> None:
-        if not 0 <= token.id <= _MAX_TOKEN_ID or not self._num_left:
-            raise ProtocolError(f"token {token.id} was told of a stream with {self._num_left} tokens to come")
-        self._next, self._num_left, self.has_tokens = self._next + 1, self._num_left - 1, True
-        self.put(token)
+    def _index_of(self, id: int) -> int:
+        """Return the index of a token that has come, and count it."""
+        index = self._next
+        if not 0 <= id <= _MAX_TOKEN_ID or index == self._end:
+            raise ProtocolError(f"token {id} was told of a stream with {self._end - index} tokens to come")
+        self._next = index + 1
+        return index
