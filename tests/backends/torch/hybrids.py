@@ -9,7 +9,7 @@ import transformers
 
 from tests.backends.torch.zoo import COMMON, make_model
 
-__all__ = ["HYBRIDS", "make_hybrid"]
+__all__ = ["HYBRIDS", "OTHERS", "make_hybrid"]
 
 _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -85,7 +85,20 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
 """Configs by name: convolutions alone, the delta rule, Mamba 2, and the selective scan of Mamba."""
 
 
+OTHERS: dict[str, Callable[[], Any]] = {
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **COMMON,
+        **_DELTA,
+        **_MIXED,
+        head_dim=32,
+        shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+}
+"""Others, with mixers of the same kinds."""
+
+
 def make_hybrid(name: str, **options: Any) -> Any:
     """Return a random model whose greedy tokens vary, as far as the architecture allows; see `make_model`."""
     sharpness = 10.0 if name == "lfm2_moe" else 4.0
-    return make_model(HYBRIDS[name](), **{"sharpness": sharpness, **options})
+    return make_model((HYBRIDS | OTHERS)[name](), **{"sharpness": sharpness, **options})
