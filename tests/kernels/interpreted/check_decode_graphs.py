@@ -26,7 +26,7 @@ from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import VOCABULARY, generate, make_model
 
 # One request goes from 256 keys to more.
-LENGTHS, COUNT = (2, 250, 19), 12
+LENGTHS, COUNT = (2, 250, 19), 8
 
 
 class RepeatedGraph:
