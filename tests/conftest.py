@@ -1,5 +1,6 @@
 """Settings that every test runs under."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests, so that no process is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of garbage collections, each of which would look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
