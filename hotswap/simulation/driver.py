@@ -137,11 +137,11 @@ class TraceDriver(ABC):
         """Wait for requests that no task waits for."""
 
     async def _cut_off_unserved(self, engines: Sequence[SimEngine], requests: anyio.CancelScope) -> None:
-        """End the requests once, for `UNSERVED_S`, none has run or ended, and no swap has ended."""
-        idle_s, before = 0.0, (0, 0)
+        """End the requests once, for `UNSERVED_S`, none has run or ended."""
+        idle_s, before = 0.0, 0
         while idle_s < UNSERVED_S:
             await sleep_until(current_time() + _LOOK_S)
-            now = len(self.served), len(self.swaps)
+            now = len(self.served)
             idle_s = idle_s + _LOOK_S if now == before and not any(map(_is_busy, engines)) else 0.0
             before = now
         requests.cancel()

@@ -13,6 +13,7 @@ from benchmarks.turns import differences
 from hotswap import FleetView
 from hotswap.abc import Action, Scheduler, Swap
 from hotswap.policies import KeepAliveSwap
+from hotswap.request import ModelId
 from hotswap.simulation import Cluster, Trace, TraceRequest, simulate
 from hotswap.simulation.driver import UNSERVED_S
 from hotswap.simulation.run import Driver
@@ -106,3 +107,21 @@ def test_requests_that_a_scheduler_never_serves_end_and_the_others_are_told_of()
     assert [request.error for request in events.requests] == ["", "RequestCancelled", ""]
     assert events.requests[1].ended_s > UNSERVED_S
     assert list(differences(clients, events)) == []
+
+
+class BackAndForth(Scheduler):
+    """Turns an instance to two models, one after the other, for ever."""
+
+    def plan(self, fleet: FleetView) -> Sequence[Action]:
+        return [
+            Swap(instance=instance.id, model=ModelId("b" if instance.model == "a" else "a"))
+            for instance in fleet.instances
+            if instance.free and not instance.num_requests
+        ]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_swaps_for_no_request_keep_no_simulation_going(driver: Driver) -> None:
+    trace = in_turn("a", "b", "c", tokens=5)
+    outcome = simulate(trace, CLUSTER, scheduler=BackAndForth(), interval_s=60.0, driver=driver)
+    assert [request.error for request in outcome.requests] == ["", "", "RequestCancelled"]
