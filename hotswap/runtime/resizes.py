@@ -79,6 +79,7 @@ class Resizes:
             self._planned.discard(instance.id)
 
     async def _resize(self, instance: Instance, engine: SupportsResize, kv_blocks: int, reason: str) -> int:
+        reached = 0
         wanted: tm.Attributes = {tm.INSTANCE: instance.id, tm.WANTED_BLOCKS: kv_blocks}
         with no_stray_cancellation("The resize"), self._telemetry.span(tm.SPAN_RESIZE, wanted) as span:
             with anyio.move_on_after(RESIZE_S) as limit:
