@@ -101,9 +101,9 @@ def test_processes_lend_each_other_memory_and_hear_of_it(name: str) -> None:
     lease = SharedDeviceBudget(name, SIZE).lease("here", 10, on_free=told.set)
     with Process(name, "there", floor=20) as there:
         assert there.ask("take", 90)
-        assert not lease.take(60)
-        assert told.wait(30)  # the other gives what it owes at once
-        assert lease.take(60)
+        if not lease.take(60):  # the other gives what it owes at once, maybe within the call
+            assert told.wait(30)
+            assert lease.take(60)
         assert not there.ask("take", 50)
         assert lease.budget.free_bytes == 0
         assert "there: 40 bytes" in repr(lease.budget)
@@ -118,7 +118,8 @@ def test_what_a_killed_process_held_is_free_and_its_name_too(
     lease = SharedDeviceBudget(name, SIZE).lease("here", on_free=told.set)
     with Process(name, "there", floor=70) as there:
         assert there.ask("take", 90)
-        there.process.send_signal(signal.SIGSTOP)  # it cannot give anything
+        there.process.send_signal(signal.SIGSTOP)
+        os.waitpid(there.process.pid, os.WUNTRACED)  # it is stopped, and cannot give anything
         assert not lease.take(60)
         there.process.kill()
         assert told.wait(30)
@@ -165,6 +166,7 @@ def test_a_stopped_process_that_has_the_table_makes_no_other_wait_for_ever(
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
         with pytest.raises(OutOfMemory, match=f"locked by process {process.pid} .*stopped"):
             lease.take(1)
         process.kill()
