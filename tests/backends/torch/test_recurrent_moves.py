@@ -231,6 +231,27 @@ async def test_states_that_arrived_are_used_once() -> None:
         assert second == (expected[len(rest.generated) :], 0)
 
 
+async def test_an_earlier_arrival_of_the_request_that_ends_late_takes_nothing_along() -> None:
+    """As a restore does whose request has left the instance and comes back to it."""
+    model = make_hybrid("qwen3_5")
+    (prompt,) = prompts_of(Random(2), 37)
+    async with two_engines(model) as engines, AsyncExitStack() as earlier:
+        await earlier.enter_async_context(engines[1].import_kv(ask(prompt)))
+        source_engine, destination = engines
+        async with source_engine.stream(ask(prompt)) as tokens:
+            await anext(tokens)
+            async with source_engine.export_kv(ask(prompt).id) as source:
+                stopped = await source.stop()
+                async with destination.import_kv(ask(prompt)) as sink:
+                    await sink.reserve(stopped.num_computed)
+                    await sink.write(await source.read(0, stopped.num_computed))
+                    await earlier.aclose()
+                    await sink.commit(stopped.tokens)
+                    rest = ask(prompt).continued(stopped.tokens[len(prompt) :])
+                    found = await rest_of(destination, rest)
+    assert found == (generate(model, prompt, NUM_TOKENS)[len(rest.generated) :], len(rest.tokens) - 1)
+
+
 async def test_another_text_does_not_find_them() -> None:
     model = make_hybrid("qwen3_5")
     prompt, other = prompts_of(Random(3), 37, 50)

@@ -65,14 +65,14 @@ class TorchKVSink(KVSink):
         self._slot: int | None = None  # reserved for states that arrive
         self._num_continued = 0  # tokens after the last of which the states are that were written
         self._arrival: Arrival | None = None  # once it was committed, for a model with states
+        self._announced: Announced | None = None  # what the engine has been told of it
         self._closed = self._writing = False
         self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
 
     async def open(self) -> None:
         """Acquire the blocks of the request's tokens that are in the prefix cache."""
         await self._context.between_steps(self._find)
-        announced = Announced(self._request.tokens, self._root, tuple(self._keys))
-        self._context.arriving[self._request.id] = announced
+        self._announce(Announced(self._request.tokens, self._root, tuple(self._keys)))
         self._num_tokens = self.num_present_blocks * self.layout.block_tokens
 
     async def reserve(self, num_tokens: int) -> None:
@@ -114,17 +114,22 @@ class TorchKVSink(KVSink):
             self._context.queue_job(partial(self._publish, list(tokens[: self._num_tokens])))
         elif self._arrival is None and 0 < self._num_continued == self._num_tokens <= len(tokens):
             self._arrival = Arrival(tuple(tokens[: self._num_tokens]), self._root)
-            announced = replace(self._context.arriving[self._request.id], arrival=self._arrival)
-            self._context.arriving[self._request.id] = announced
+            assert self._announced is not None, "it was opened"
+            self._announce(replace(self._announced, arrival=self._arrival))
             self._context.queue_job(self._hand_over)
 
     def close(self) -> None:
         """Release all blocks; published ones stay in the prefix cache until their memory is needed."""
         self._timer.cancel()
-        self._context.arriving.pop(self._request.id, None)
+        arriving = self._context.arriving
+        if arriving.get(self._request.id) is self._announced:  # not that of a later sink of the request
+            arriving.pop(self._request.id, None)
         if not self._closed:
             self._context.queue_job(self._release_blocks)
         self._closed = True
+
+    def _announce(self, announced: Announced) -> None:
+        self._announced = self._context.arriving[self._request.id] = announced
 
     async def _write_all(self, pages: KVPages, data: Tensor, states: Tensor) -> None:
         """Write blocks, and states if there are any; nothing is copied any more when this returns."""
