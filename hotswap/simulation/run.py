@@ -59,8 +59,8 @@ def simulate(
 
     The fleet is the one of production, and knows nothing of it; without a router or a scheduler it has those
     of a `Fleet` without any. Requests that fail are part of the outcome. Those that still wait when, after
-    the last arrival, none has run for an hour end by `RequestCancelled`. The log warns
-    of the first model that no instance serves for long, and counts all in one line at the end. Prompts are
+    the last arrival, none has run for an hour end by `RequestCancelled`. The log warns of the first model
+    that no instance serves for long, and counts all in one line at the end. Prompts are
     made when they arrive and forgotten when they end. `progress` is told how many requests have ended, of
     how many. With large `chunk_bytes` in the `migration_limits` moves are simulated sooner. A `kv_store`,
     such as a `SimKVStore`, keeps KV blocks across swaps.

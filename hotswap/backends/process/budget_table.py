@@ -81,13 +81,20 @@ class BudgetTable:
         return self._rows
 
     def write(self, rows: tuple[TableRow, ...]) -> None:
-        """Replace the rows of the locked table; without any, nothing of it is left."""
+        """Replace the rows of the locked table; without any, nothing of it is left.
+
+        Raises:
+            OutOfMemory: there is no room for the file; it is as it was.
+        """
         if not rows:
             shutil.rmtree(self._directory, ignore_errors=True)
             return
         content = json.dumps([self._size, rows]).encode()
-        os.pwrite(self._file, content, _offset(self._count + 1))
-        os.pwrite(self._file, _HEADER.pack(self._count + 1, len(content)), 0)
+        try:
+            os.pwrite(self._file, content, _offset(self._count + 1))
+            os.pwrite(self._file, _HEADER.pack(self._count + 1, len(content)), 0)
+        except OSError as exc:
+            raise OutOfMemory(f"Device budget {self._name!r} cannot be written: {exc}") from exc
         self._rows, self._count = rows, self._count + 1
 
     def unlock(self, *, keep: bool) -> None:

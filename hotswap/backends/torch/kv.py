@@ -210,10 +210,8 @@ class KVCache:
             return
         if not self.in_place:
             return
-        for run, stack in product(runs, self._all()):
-            size = stack[0, 0].nbytes
-            for layer in stack:
-                memory.discard(layer.data_ptr() + run.start * size, len(run) * size)
+        for address, size_bytes in self._places(runs):
+            memory.discard(address, size_bytes)
 
     def allocate(self, runs: Iterable[range]) -> None:
         """Allocate the memory of runs of blocks on a CPU, as the first write does. Blocking, thread-safe.
@@ -222,10 +220,15 @@ class KVCache:
         """
         if not self.in_place:
             return
+        for address, size_bytes in self._places(runs):
+            memory.allocate_pages(address, size_bytes)
+
+    def _places(self, runs: Iterable[range]) -> Iterator[tuple[int, int]]:
+        """Yield the address and the size of each run in the keys and in the values of each layer."""
         for run, stack in product(runs, self._all()):
             size = stack[0, 0].nbytes
             for layer in stack:
-                memory.allocate_pages(layer.data_ptr() + run.start * size, len(run) * size)
+                yield layer.data_ptr() + run.start * size, len(run) * size
 
     def _unmap(self, groups: Iterable[int]) -> None:
         for group, (pages, layers, size) in product(groups, self._ranges):
