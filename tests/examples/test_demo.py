@@ -126,7 +126,7 @@ def test_the_report_shows_the_seam_the_phases_and_the_trace(performance: Perform
     console = _console(terminal=False)
     print_report(console, play, spans)
     printed = _written(console)
-    # From an engine to itself, too: what was evicted for another model's turn goes on where its model is next.
+    # From an engine to itself, too: an evicted text goes on where its model is next.
     assert re.search(r"⟨e[01]→e[01]⟩", printed)
     for column in ("evict", "unload", "load", "first token", "GB/s", "tier"):
         assert column in printed
