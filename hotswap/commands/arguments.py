@@ -54,6 +54,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         default="4 GiB",
         help="for weights, of models alone (default: %(default)s)",
     )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what is logged to standard error, from this level on (default: %(default)s)",
+    )
 
 
 def add_top(parser: argparse.ArgumentParser) -> None:

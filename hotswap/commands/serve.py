@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import signal
 import sys
@@ -39,6 +40,7 @@ def serve(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{files[0]} describes a whole fleet; give it alone.")
     door = {name: value for name in ("host", "port") if (value := getattr(arguments, name)) is not None}
     path = Path(files[0]) if files else None
+    _log_from(arguments.log_level)
     if sys.stderr.isatty():
         _tell("Starting, which takes seconds; the address follows.")
     config = with_overrides(_of_models(arguments) if path is None else read_config(path), door)
@@ -124,21 +126,16 @@ async def _run(serving: Serving) -> None:
 
 
 async def _reload(serving: Serving) -> None:
-    """Say what has changed in the file, and apply it."""
+    """Read the file again, and say what was applied; its changes are logged before."""
     setup = serving.front.setup
     if not isinstance(setup, FileSetup):
         return _tell("There is no file to read again.")
     try:
-        changes = setup.changes()
-        _tell("\n".join(("The file has changed:", *(f"  {change}" for change in changes or ["in nothing"]))))
         done = await setup.reload()
-        for change in done:
-            if change not in changes:
-                _tell(f"  {change}")
     except Exception as exc:  # what is wrong with a file ends no request
         _tell(f"Not applied: {exc}")
     else:
-        _tell("Applied.")
+        _tell(f"Applied: {'; '.join(done) or 'nothing has changed'}.")
 
 
 def _grace_s(serving: Serving) -> float:
@@ -159,6 +156,12 @@ def _greeting(door: DoorConfig, port: int, models: Sequence[str]) -> str:
         f"  curl {url}/v1/completions -H 'content-type: application/json' \\\n"
         f"""    -d '{{"model": "{models[0]}", "prompt": "Once upon a time", "max_tokens": 40}}'"""
     )
+
+
+def _log_from(level: str) -> None:
+    """Log to standard error: what hotswap says from a level on, and warnings of libraries."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("hotswap").setLevel(level.upper())
 
 
 def _tell(text: str) -> None:
