@@ -31,6 +31,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from hotswap.backends.quantized import check_left_over, check_plain_dtype
 from hotswap.backends.stores.checkpoint import read_header, weight_files
 from hotswap.backends.torch import weights
+from hotswap.backends.torch.default_dtype import own_default_dtype
 from hotswap.errors import ConfigError, ShardCorrupt, UnsupportedModel
 
 __all__ = ["Blueprint", "Entry", "Recipe", "Source", "open_checkpoint", "recipes"]
@@ -177,7 +178,7 @@ def _config(directory: Path) -> Any:
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:
     models: Any = AutoModelForCausalLM
-    with torch.device("meta"):
+    with torch.device("meta"), own_default_dtype():
         return models.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
 

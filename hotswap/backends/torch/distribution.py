@@ -44,14 +44,14 @@ class Workspace:
     """Memory for the rows of a step, kept from step to step: fresh memory takes longer than sampling."""
 
     def __init__(self) -> None:
-        self._rows = torch.zeros(0)
-        self._scratch = torch.zeros(0)
+        self._rows = torch.zeros(0, dtype=torch.float32)
+        self._scratch = torch.zeros(0, dtype=torch.float32)
 
     def rows(self, rows: int, size: int, device: torch.device) -> Tensor:
         """Return `[rows, size]`, fp32; each row is followed by zeros up to a multiple of 512 numbers."""
         width = -(-size // _BLOCK) * _BLOCK
         if self._rows.device != device or self._rows.shape[1:] != (width,) or len(self._rows) < rows:
-            self._rows = torch.zeros(rows, width, device=device)
+            self._rows = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self._rows[:rows, size:] = 0.0
         return self._rows[:rows, :size]
 
@@ -143,7 +143,7 @@ def top_p_threshold(weights: Tensor, p: float, space: Workspace) -> float:
 def keep_from(weights: Tensor, bound: float) -> None:
     """Set the weights of a row under a bound to 0."""
     if bound > 0:
-        below = float(torch.nextafter(torch.tensor(bound), torch.tensor(0.0)))
+        below = float(np.nextafter(np.float32(bound), np.float32(0.0)))
         torch.threshold(weights, below, 0.0, out=weights)
 
 

@@ -111,13 +111,15 @@ def _try_norm(module: nn.Module, settings: dict[str, Any], width: int) -> _Norm 
 
 def _norms_alike(module: nn.Module, width: int, dtype: torch.dtype, epsilon: float, scaling: Scaling) -> bool:
     random = torch.Generator().manual_seed(width)
-    weight = torch.randn(width, generator=random).to(dtype)
+    weight = torch.randn(width, generator=random, dtype=torch.float32).to(dtype)
     twin = object.__new__(type(module))
     vars(twin).update(vars(module))
     vars(twin)["_parameters"] = {"weight": nn.Parameter(weight, requires_grad=False)}
     # The last rows are small enough for epsilon to matter.
-    sizes = torch.tensor([1.0, 30.0, epsilon**0.5, epsilon**0.5 / 10]).repeat_interleave(4)
-    hidden = (torch.randn(1, 16, width, generator=random) * sizes[:, None]).to(dtype)
+    sizes = torch.tensor([1.0, 30.0, epsilon**0.5, epsilon**0.5 / 10], dtype=torch.float32).repeat_interleave(
+        4
+    )
+    hidden = (torch.randn(1, 16, width, generator=random, dtype=torch.float32) * sizes[:, None]).to(dtype)
     try:
         with torch.inference_mode():
             theirs = type(module).forward(twin, hidden)

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.default_dtype import own_default_dtype
 from hotswap.backends.torch.experts import choose_experts, expert_layers
 from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attach, detach
 from hotswap.backends.torch.fused import Fused, fuse
@@ -337,9 +338,8 @@ def _build(config: Any, device: torch.device) -> Any:
     attention.register()
     models: Any = AutoModelForCausalLM
     try:
-        with _meta_parameters():
-            # In fp32: another dtype would temporarily change the default of the whole process. Parameters get
-            # their dtype when they are bound.
+        with _meta_parameters(), own_default_dtype():
+            # Parameters get their dtype when they are bound; buffers are computed as in a model of fp32.
             options = {"dtype": torch.float32, "trust_remote_code": False}
             try:
                 module: Any = models.from_config(

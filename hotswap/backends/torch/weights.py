@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hotswap.backends.quantized import check_left_over, check_plain
 from hotswap.backends.stores.checkpoint import check_no_pickles
+from hotswap.backends.torch.default_dtype import own_default_dtype
 from hotswap.errors import ShardCorrupt, ShardMissing, UnsupportedModel
 from hotswap.model import Manifest, TensorSpec
 
@@ -213,15 +214,16 @@ def load_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> nn.Mo
     directory = Path(path)
     check_files(directory)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType] (untyped there)
-            directory,
-            dtype="auto" if dtype is None else dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with own_default_dtype():
+            loaded = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType] (untyped there)
+                directory,
+                dtype="auto" if dtype is None else dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except (ValueError, KeyError, ImportError) as exc:
         raise UnsupportedModel(
             f"transformers has no causal language model for {str(directory)!r} ({exc}); "

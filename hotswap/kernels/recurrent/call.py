@@ -145,7 +145,7 @@ def delta_rule(
     given = queries, keys, values, log_decays, betas
     _check(fits and _are_single(*given, states), *given, states)
     queries, keys, values, log_decays, betas = (one.contiguous() for one in given)
-    out = torch.empty(num_rows, heads, width)
+    out = torch.empty(num_rows, heads, width, dtype=torch.float32)
     arguments = (
         0, len(spans.table), spans.table.data_ptr(), heads, key_heads, key_width, width, queries.data_ptr(),
         keys.data_ptr(), values.data_ptr(), log_decays.data_ptr(), betas.data_ptr(), out.data_ptr(),
@@ -187,7 +187,7 @@ def state_space(
     given = inputs, log_decays, writes, reads
     _check(fits and _are_single(*given, states), *given, states)
     inputs, log_decays, writes, reads = (one.contiguous() for one in given)
-    out = torch.empty(num_rows, heads, width)
+    out = torch.empty(num_rows, heads, width, dtype=torch.float32)
     arguments = (
         0, len(spans.table), spans.table.data_ptr(), heads, groups, num_states, width, reads.data_ptr(),
         writes.data_ptr(), inputs.data_ptr(), log_decays.data_ptr(), out.data_ptr(), states.data_ptr(),
@@ -228,7 +228,7 @@ def selective_scan(
     given = inputs, steps, rates.t(), writes, reads
     _check(fits and _are_single(*given, states), *given, states)
     inputs, steps, by_state, writes, reads = (one.contiguous() for one in given)
-    out = torch.empty(num_rows, width)
+    out = torch.empty(num_rows, width, dtype=torch.float32)
     arguments = (
         0, len(spans.table), spans.table.data_ptr(), width, num_states, inputs.data_ptr(), steps.data_ptr(),
         by_state.data_ptr(), writes.data_ptr(), reads.data_ptr(), out.data_ptr(), states.data_ptr(),
