@@ -232,6 +232,21 @@ async def test_a_request_waits_while_a_stopped_one_holds_the_blocks(store: DictS
                 await anext(others)
 
 
+async def test_a_source_that_cannot_stop_a_request_does_not_resume_what_another_has_stopped(
+    store: DictStore,
+) -> None:
+    async with serving(store) as engine, engine.stream(ask()) as tokens:
+        await anext(tokens)
+        async with engine.export_kv(ask().id) as first:
+            async with engine.export_kv(ask().id) as second:
+                stopped = await first.stop()
+                with pytest.raises(MigrationAborted):
+                    await second.stop()
+            assert await first.num_tokens() == stopped.num_computed
+            assert (await first.read(0, stopped.num_computed)).num_tokens == stopped.num_computed
+        await anext(tokens)
+
+
 async def test_nothing_that_was_lent_keeps_the_kv_blocks_of_an_unloaded_model(
     store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

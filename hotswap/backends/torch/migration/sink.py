@@ -67,7 +67,7 @@ class TorchKVSink(KVSink):
         self._arrival: Arrival | None = None  # once it was committed, for a model with states
         self._announced: Announced | None = None  # what the engine has been told of it
         self._closed = self._writing = False
-        self._timer = asyncio.get_running_loop().call_later(lapse_s, self._lapse)
+        self._timer = self._start_timer()
 
     async def open(self) -> None:
         """Acquire the blocks of the request's tokens that are in the prefix cache."""
@@ -81,8 +81,8 @@ class TorchKVSink(KVSink):
         missing = blocks_for(num_tokens, self.layout.block_tokens) - self.num_present_blocks
         if missing > len(self._blocks) or lacks_slot:
             num_reserved = len(self._blocks)
-            await self._context.between_steps(partial(self._reserve_blocks, num_tokens))
-            with self._copying():
+            with self._copying():  # a lapse would let others have what is then allocated and cleared
+                await self._context.between_steps(partial(self._reserve_blocks, num_tokens))
                 await in_thread(partial(self._allocate, self._blocks[num_reserved:], clears=lacks_slot))
         else:
             await checkpoint()
@@ -125,8 +125,8 @@ class TorchKVSink(KVSink):
         if arriving.get(self._request.id) is self._announced:  # not that of a later sink of the request
             arriving.pop(self._request.id, None)
         if not self._closed:
+            self._closed = True  # before the job, after which a write must not go on
             self._context.queue_job(self._release_blocks)
-        self._closed = True
 
     def _announce(self, announced: Announced) -> None:
         self._announced = self._context.arriving[self._request.id] = announced
@@ -158,11 +158,14 @@ class TorchKVSink(KVSink):
         if self._closed:
             raise aborted("copy", f"its destination got no call for {self._lapse_s:g} s")
         self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self._lapse_s, self._lapse)
+        self._timer = self._start_timer()
+
+    def _start_timer(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._lapse_s, self._lapse)
 
     def _lapse(self) -> None:
         if self._writing:
-            self._renew()
+            self._timer = self._start_timer()
         else:
             self.close()
 
@@ -276,7 +279,7 @@ class TorchKVSink(KVSink):
     def _release_blocks(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
         arrived, slot = ([], self._slot) if self._arrival is None else self._arrival.take()
         runner.batcher.blocks.release([*self._present, *self._blocks, *arrived])
-        self._present, self._blocks = [], []
+        self._present, self._blocks, self._slot = [], [], None
         if slot is not None:
             runner.batcher.free_slot(slot)
         yield from ()

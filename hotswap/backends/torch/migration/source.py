@@ -89,8 +89,7 @@ class TorchKVSource(KVSource):
         self._was_asked_to_stop = False
 
     def resume(self) -> None:
-        """Unpark the request if it was parked and not released; nothing can be read afterwards."""
-        self._parked = None
+        """Unpark the request if this source has parked it and not released it; nothing can be read then."""
         if self._was_asked_to_stop:
             self._context.queue_job(self._unpark)
 
@@ -170,8 +169,9 @@ class TorchKVSource(KVSource):
             self._rest = KVPages(first, num_tokens, out.numpy().data)
 
     def _unpark(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
-        if (sequence := sequences.get(self._ticket)) is not None:
-            runner.batcher.unpark(sequence)
+        parked, self._parked = self._parked, None
+        if parked is not None:  # else another source may have, which reads it
+            runner.batcher.unpark(parked)
         yield from ()
 
     def _sequence(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Sequence:
