@@ -261,15 +261,15 @@ class LinearLayer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in]`."""
-        bias = self._parameters["bias"]
-        if self.packed is None and not self.packable:
+        bias, packed = self._parameters["bias"], self.packed  # which another thread may drop meanwhile
+        if packed is None and not self.packable:
             return nn.functional.linear(hidden, self.weight, bias)
-        if self.packed is None:
+        if packed is None:
             return (_in_fp32 if self.is_wide else invariant_linear)(hidden, self.weight, bias)
         if not self.is_wide:
-            return self._multiply(hidden, self.packed, bias)
+            return self._multiply(hidden, packed, bias)
         wide_bias = None if bias is None else bias.float()
-        return self._multiply(hidden.float(), self.packed, wide_bias).to(hidden.dtype)
+        return self._multiply(hidden.float(), packed, wide_bias).to(hidden.dtype)
 
     def _multiply(self, hidden: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         if packed_linear.supported(hidden.dtype):
