@@ -17,7 +17,7 @@ from hotswap import InstanceState, RequestId
 from hotswap.abc import Channel, SupportsMigration
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.remote.messages import VERSION
-from hotswap.backends.transports import memory_channels
+from hotswap.backends.transports import memory_channels, wire
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.offline.virtual_time import run, virtual_time
 from tests.backends.remote.support import Plan, Rig, expected, request, rig
@@ -263,20 +263,27 @@ async def test_a_host_that_never_admits_a_request_is_lost_and_the_request_goes_e
         tasks.cancel_scope.cancel()
 
 
-PAGES: dict[str, object] = {
-    "no JSON": "{",
-    "no message": [1],
-    "another version": {"version": 99, "verb": "read", "number": 1},
-    "an unknown verb": {"version": 4, "verb": "erase", "number": 1, "first_block": 0, "num_tokens": 1},
-    "a write to a source": {"version": 4, "verb": "write", "number": 1, "first_block": 0, "num_tokens": 1},
-    "a negative block": {"version": 4, "verb": "read", "number": 1, "first_block": -1, "num_tokens": 1},
-    "no block": {"version": 4, "verb": "read", "number": 1, "num_tokens": 1},
+def page_call(verb: str, **fields: object) -> str:
+    return wire.pack(verb, 1, **{"first_block": 0, "num_tokens": 1, **fields}).decode()
+
+
+PAGES: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "a message"),
+    "no message": ("[1]", "a message"),
+    "another version": (json.dumps({"version": 99, "verb": "read", "number": 1}), "speaks version 99"),
+    "an unknown verb": (page_call("erase"), "'erase' is no call"),
+    "a write to a source": (page_call("write"), "'write' is no call"),
+    "a negative block": (page_call("read", first_block=-1), "first_block"),
+    "no block": (page_call("read", first_block=None), "first_block"),
 }
 
 
 @pytest.mark.parametrize("name", PAGES)
 @virtual_time
-async def test_a_host_ends_a_link_for_blocks_that_asks_for_nonsense_and_the_move_goes_on(name: str) -> None:
+async def test_a_host_ends_a_link_for_blocks_that_asks_for_nonsense_and_the_move_goes_on(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said, reason = PAGES[name]
     async with rig() as made:
         await made.engine.load(made.card, made.store)
         async with made.engine.stream(request(max_tokens=30)) as tokens:
@@ -287,10 +294,10 @@ async def test_a_host_ends_a_link_for_blocks_that_asks_for_nonsense_and_the_move
                 near = await made.links.open()
                 hello: list[object] = [0, ["pages", 0, {"version": VERSION, "key": key.decode()}, 0]]
                 await near.send(json.dumps(hello).encode())
-                said = PAGES[name]
-                await near.send(said.encode() if isinstance(said, str) else json.dumps(said).encode())
+                await near.send(said.encode())
                 with anyio.fail_after(5):
                     await made.links.ended[1].wait()
+                assert reason in caplog.text
                 assert (await source.read(0, 4)).num_tokens == 4
             read += [token.id for token in await tokens.collect()]
         assert read == expected(request(max_tokens=30), made.card)
