@@ -47,12 +47,19 @@ def failure(error: BaseException) -> dict[str, object]:
 
 def _told(error: BaseException, *, otherwise: type[HotswapError]) -> dict[str, object]:
     kind = next((kind for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind), otherwise)
-    text = str(error)
+    text = _text_of(error)
     if not isinstance(error, HotswapError):
         text = f"{type(error).__name__}: {text}"
     attributes = _ATTRIBUTES[kind.__name__]
     about = {name: _plain(getattr(error, name), of) for name, of in attributes.items()}
     return {"kind": kind.__name__, "text": _cut(text), "about": about}
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of another library: it must not cost the link
+        return "its text cannot be made"
 
 
 def _plain(value: Any, of: str) -> str | float:

@@ -76,6 +76,21 @@ def test_an_error_of_another_class_crosses_as_the_nearest_that_both_ends_have() 
     assert str(there) == "ZeroDivisionError: by zero"
 
 
+class Untold(Exception):
+    """An error of a library whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_an_error_without_a_text_crosses_too() -> None:
+    above = OutOfMemory("no room")
+    above.__cause__ = Untold()
+    for error in (Untold(), above):
+        error_there(error)
+    assert str(error_there(Untold())) == "Untold: its text cannot be made"
+
+
 def test_an_error_that_only_the_other_end_knows_keeps_its_text() -> None:
     newer: dict[str, object] = {"kind": "FromTheFuture", "text": "too early", "about": {"x": 1}}
     there = error_of(crossed(newer))
