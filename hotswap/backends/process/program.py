@@ -1,9 +1,9 @@
 """The program of an engine's process; run as a file, so that it imports nothing before it has its cores.
 
 From its standard input it reads a pickle of its parent: the cores to run on, the path for imports, and a
-pickled task. It calls the task with a function that writes a line of JSON to its standard output and one that
-waits for the end of its standard input, which is closed when the parent wants the process to end and, by the
-kernel, when the parent has ended.
+pickled task. It calls the task with a function that writes a line of JSON to its standard output, and with
+its standard input, which is closed when the parent wants the process to end and, by the kernel, when the
+parent has ended.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class Parent:
-    """What the process has of its parent."""
+    """What the process has of its parent.
+
+    Attributes:
+        input: At its end when the parent wants the process to end, or has ended; nothing comes before.
+    """
 
     def __init__(self) -> None:
         # What libraries print goes to the log, and not between the lines that the parent reads.
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
+        self.input = sys.stdin.buffer
 
     def tell(self, **what: object) -> None:
         """Write a line of JSON."""
         self._out.write(json.dumps(what) + "\n")
         self._out.flush()
 
-    def wait(self) -> None:
-        """Return when the parent wants the process to end, or has ended. Blocking."""
-        sys.stdin.buffer.read()
-
     def end_after(self, seconds: float) -> None:
-        """End the process in any case so long after `wait` has returned."""
+        """End the process in any case so long from now on."""
         timer = threading.Timer(seconds, os._exit, (1,))
         timer.daemon = True
         timer.start()

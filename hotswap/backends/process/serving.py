@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import BinaryIO, Protocol, TypeAlias
 
 import anyio
 
@@ -16,7 +16,6 @@ from hotswap.backends.remote import EngineHost, SharedPeers
 from hotswap.backends.transports import connect_shared, serve_shared
 from hotswap.engine import Engine
 from hotswap.store import WeightStore
-from hotswap.worker_threads import run_in_thread
 
 __all__ = ["EngineMaker", "ServeEngine", "StoreMaker"]
 
@@ -29,9 +28,9 @@ StoreMaker: TypeAlias = Callable[[], WeightStore]
 class _Parent(Protocol):
     """What `program.Parent` is."""
 
-    def tell(self, **what: object) -> None: ...
+    input: BinaryIO
 
-    def wait(self) -> None: ...
+    def tell(self, **what: object) -> None: ...
 
     def end_after(self, seconds: float) -> None: ...
 
@@ -96,6 +95,6 @@ class ServeEngine:
         return LinkedStore("the fleet", partial(connect_shared, self.store_path), silence_s=self.silence_s)
 
     async def _end_with_parent(self, parent: _Parent, scope: anyio.CancelScope) -> None:
-        await run_in_thread(parent.wait, abandon_on_cancel=True)
+        await anyio.wait_readable(parent.input)  # a thread would keep a process from ending that fails
         parent.end_after(self.end_s)
         scope.cancel()
