@@ -9,7 +9,7 @@ import pickle
 import pickletools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Self
+from typing import Self, cast
 
 import anyio
 
@@ -21,7 +21,14 @@ from hotswap.backends.process.serving import EngineMaker, ServeEngine, StoreMake
 from hotswap.backends.remote import RemoteEngine
 from hotswap.backends.transports import serve_shared
 from hotswap.backends.transports.link_errors import ENDED
-from hotswap.checks import check_callables, check_counts, check_kind, check_positive_seconds, check_strings
+from hotswap.checks import (
+    check_callables,
+    check_counts,
+    check_kind,
+    check_positive_seconds,
+    check_strings,
+    shown,
+)
 from hotswap.errors import ConfigError, InstanceLost, MigrationAborted, StoreError
 from hotswap.metered_store import MeteredStore
 from hotswap.model import HostChunk, Manifest, Shard
@@ -94,11 +101,7 @@ class ProcessEngine(RemoteEngine):
         if mps is not None:
             check_kind(ConfigError, "mps", mps, Mps)
         self._cpus = _cores(cpus)
-        self._env = dict(env or {})
-        for name, value in self._env.items():
-            check_strings(ConfigError, **{"a name in env": name, f"env[{name!r}]": value})
-            if not name or "=" in name or "\0" in name + value:
-                raise ConfigError(f"env has {name!r}: {value!r}, which no process can be given.")
+        self._env = _variables(env)
         if self._cpus:
             self._env.setdefault("OMP_NUM_THREADS", str(len(self._cpus)))
         self._mps, self._end_s = mps, end_s
@@ -245,8 +248,27 @@ class _GivenStore(WeightStore):
         return self._given
 
 
-def _cores(cpus: Iterable[int]) -> tuple[int, ...]:
-    cores = tuple(cpus)
+def _variables(env: object) -> dict[str, str]:
+    if env is not None and not isinstance(env, Mapping):
+        raise ConfigError(f"env is {shown(env)}; give a dict of names and values.")
+    variables = dict(cast("Mapping[str, str]", env or {}))
+    for name, value in variables.items():
+        check_strings(ConfigError, **{"a name in env": name, f"env[{name!r}]": value})
+        try:
+            os.fsencode(name + value)
+        except UnicodeEncodeError:
+            is_usable = False
+        else:
+            is_usable = bool(name) and "=" not in name and "\0" not in name + value
+        if not is_usable:
+            raise ConfigError(f"env has {name!r}: {shown(value)}, which no process can be given.")
+    return variables
+
+
+def _cores(cpus: object) -> tuple[int, ...]:
+    if not isinstance(cpus, Iterable):
+        raise ConfigError(f"cpus is {shown(cpus)}; give the numbers of cores, as range(4).")
+    cores = tuple(cast("Iterable[int]", cpus))
     for core in cores:
         check_counts(ConfigError, 0, cpus=core)
     known = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cores)

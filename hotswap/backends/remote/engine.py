@@ -32,7 +32,7 @@ from hotswap.backends.remote.values import card_fields
 from hotswap.backends.transports import LinkOpener
 from hotswap.backends.transports.link_errors import first_reason_in, reason_in
 from hotswap.backends.transports.silence import check_silence
-from hotswap.checks import check_counts, check_positive_seconds, check_strings
+from hotswap.checks import check_callables, check_counts, check_positive_seconds, check_strings
 from hotswap.engine import StatusListener
 from hotswap.errors import ConfigError, InstanceError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
@@ -87,6 +87,7 @@ class RemoteEngine(LinkedEngine):
         start_s: float = 60.0,
     ) -> None:
         check_strings(ConfigError, id=id, node=node)
+        check_callables(ConfigError, open_link=open_link)
         check_silence(silence_s)
         check_positive_seconds(ConfigError, start_s=start_s)
         self.epoch = time.time_ns() if epoch is None else epoch

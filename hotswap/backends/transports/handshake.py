@@ -27,7 +27,7 @@ from anyio.abc import ByteStream
 from hotswap.backends.transports.link_errors import ProtocolError
 from hotswap.errors import ConfigError
 
-__all__ = ["TLS_ALERT", "LinkSecret", "authenticate_client", "authenticate_server"]
+__all__ = ["TLS_ALERT", "LinkSecret", "authenticate_client", "authenticate_server", "check_secret"]
 
 # What a server with TLS tells a client without: a fatal alert, "handshake failure" (RFC 8446, 6.2).
 TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x28"
@@ -65,6 +65,12 @@ class LinkSecret:
                 f"The secret of a link is no bytes, or fewer than {_MIN_SECRET_BYTES}. Make one by "
                 "`python -c 'import secrets; print(secrets.token_hex(32))'`."
             )
+
+
+def check_secret(secret: object) -> None:
+    """Raise `ConfigError` unless `secret` is a secret of links, or `None`."""
+    if secret is not None and not isinstance(secret, LinkSecret):
+        raise ConfigError("The secret of a link is no LinkSecret; give secret=LinkSecret(...), or None.")
 
 
 async def authenticate_client(stream: ByteStream, secret: LinkSecret | None) -> None:

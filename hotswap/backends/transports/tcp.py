@@ -24,6 +24,7 @@ from hotswap.backends.transports.handshake import (
     LinkSecret,
     authenticate_client,
     authenticate_server,
+    check_secret,
 )
 from hotswap.backends.transports.link_errors import no_link, reason_for
 from hotswap.backends.transports.serving import BACKLOG, ChannelHandler, serve_connections
@@ -59,7 +60,9 @@ async def connect_tcp(
 
     Raises:
         MigrationAborted: the server cannot be reached, or has another secret or certificate.
+        ConfigError: `secret` is none.
     """
+    check_secret(secret)
     try:
         with anyio.fail_after(stall_s):
             stream = await _connected(host, port, secret, ssl_context)
@@ -100,9 +103,10 @@ async def serve_tcp(
         task_status: Gets the port.
 
     Raises:
-        ConfigError: the host is no loopback address, and there is no secret; or it cannot be listened at, as
-            where the port is in use.
+        ConfigError: the host is no loopback address, and there is no secret; or `secret` is none; or it
+            cannot be listened at, as where the port is in use.
     """
+    check_secret(secret)
 
     async def opened(stream: SocketBytes) -> Channel:
         _set_options(stream.connected)

@@ -20,7 +20,9 @@ import pytest
 from hotswap import Fleet, InstanceState, Model, ModelId, Sampling
 from hotswap.abc import Engine, ModelCard, Shard, WeightStore, WrapperStore
 from hotswap.backends.process import ProcessEngine
+from hotswap.backends.process import engine as process_engine
 from hotswap.backends.sim import SimEngine, expected_tokens
+from hotswap.engine import StatusListener
 from hotswap.errors import ConfigError, InstanceLost, OutOfMemory, SwapFailed
 from tests.backends.process.support import (
     QUICK,
@@ -138,6 +140,41 @@ async def test_a_child_never_outlives_its_parent(own_tmp: Path) -> None:
     assert left != []
     async with sim_process():
         assert not set(left) & set(entries(own_tmp)), "the next engine removes what a killed parent has left"
+
+
+@pytest.mark.parametrize(("error", "code"), [(RuntimeError("of a task"), 1), (SystemExit(3), 3)])
+async def test_a_process_whose_engine_fails_ends_and_says_how(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_engine, "_CLOSED_NOTICE_S", 60.0)  # on a busy machine it may end late
+    async with ProcessEngine("e0", partial(_Failing, error)) as engine:
+        old = pid_of(engine)
+        await until(lambda: is_lost(engine))
+        assert engine.status().lost_because == f"its process ended with exit code {code}"
+        await wait_for_end(old)
+
+
+class _Failing(SimEngine):
+    """An engine with a task of its own, which fails once the parent is there."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("e0", QUICK)
+        self._error, self._is_watched = error, anyio.Event()
+
+    def watch(self, listener: StatusListener) -> bool:
+        self._is_watched.set()
+        return super().watch(listener)
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with super().__asynccontextmanager__(), anyio.create_task_group() as tasks:
+            tasks.start_soon(self._fail)
+            yield self
+
+    async def _fail(self) -> None:
+        await self._is_watched.wait()
+        await anyio.sleep(0.1)
+        raise self._error
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
@@ -317,9 +354,12 @@ def _in_main() -> type[SimEngine]:
     [
         ({"cpus": [10_000]}, "cpus"),
         ({"cpus": [-1]}, "cpus"),
+        ({"cpus": 2}, "cpus"),
         ({"env": {"A": 1}}, "env"),
         ({"env": {"A=B": "x"}}, "env"),
         ({"env": {"A": "x\0y"}}, "env"),
+        ({"env": {"A": "\ud800"}}, "env"),
+        ({"env": "A=x"}, "env"),
         ({"end_s": 0}, "end_s"),
         ({"mps": 25}, "mps"),
         ({"make_store": 1}, "make_store"),

@@ -151,7 +151,8 @@ async def test_a_grammar_is_checked_at_the_host_from_any_thread() -> None:
 def test_wrong_arguments_are_refused_by_name() -> None:
     async def no_link() -> None: ...
 
-    for name, value in {"silence_s": 0, "start_s": -1, "epoch": -1, "id": 3, "node": None}.items():
+    wrong = {"silence_s": 0, "start_s": -1, "epoch": -1, "id": 3, "node": None, "open_link": "10.0.0.7:7000"}
+    for name, value in wrong.items():
         arguments = {"id": "e0", "open_link": no_link, name: value}
         with pytest.raises(ConfigError, match=name):
             RemoteEngine(**arguments)  # type: ignore[arg-type]  # wrong ones

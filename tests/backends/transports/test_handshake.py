@@ -8,6 +8,7 @@ import traceback
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 import anyio
 import pytest
@@ -62,6 +63,17 @@ def test_a_secret_that_is_short_or_no_bytes_is_refused_and_not_shown(key: bytes 
     with pytest.raises(ConfigError, match=r"token_hex\(32\)") as refused:
         LinkSecret(key)  # type: ignore[arg-type]
     assert not key or str(key) not in str(refused.value)
+
+
+async def test_what_is_no_secret_is_refused_before_a_connection_and_not_shown() -> None:
+    wrong: Any = SECRET.key
+    for opening in (
+        connect_tcp("127.0.0.1", 1, secret=wrong),
+        serve_tcp(partial(serve_sink, RecordingEngine()), "127.0.0.1", secret=wrong),
+    ):
+        with anyio.fail_after(5), pytest.raises(ConfigError, match="give secret=LinkSecret") as refused:
+            await opening
+        assert SECRET.key.decode() not in str(refused.value)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
