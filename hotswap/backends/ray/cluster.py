@@ -108,10 +108,19 @@ async def make_actor(kind: type, options: Mapping[str, object], what: str, *args
     """Have Ray make an actor, or find the one of its name; it may wait for the head, but not for a place.
 
     A cancellation returns at once, and what Ray makes nevertheless is killed then.
+
+    Raises:
+        ConfigError: Ray does not take the options, or cannot pickle an argument.
+        RayError: the head does not answer.
     """
     making = _Making(kind, options, args)
     try:
         return await in_daemon_thread(making.make)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"Ray makes no actor of {what}; {reason_of(exc)}. Give it options that `ray.remote` takes, and "
+            "what can be pickled."
+        ) from exc
     except BaseException:
         if (made := making.abandon()) is not None:
             await kill_actor(made, what)

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Final, Self
+from typing import Final, Self, cast
 
 import anyio
 
@@ -26,13 +26,13 @@ from hotswap.backends.ray.cluster import (
 )
 from hotswap.backends.ray.host import EngineActor, EngineMaker, ServedEngine, StoreMaker
 from hotswap.backends.remote import RemoteEngine
-from hotswap.checks import check_callables, check_positive_seconds, check_strings
+from hotswap.checks import check_callables, check_positive_seconds, check_strings, shown
 from hotswap.errors import ConfigError, InstanceLost, MigrationAborted
 from hotswap.model import ModelCard
 from hotswap.store import WeightStore
 from hotswap.transport import Channel
 
-__all__ = ["NAMESPACE", "OWN_OPTIONS", "RayEngine"]
+__all__ = ["NAMESPACE", "RayEngine", "options_of"]
 
 log = logging.getLogger("hotswap")
 
@@ -40,7 +40,7 @@ NAMESPACE: Final = "hotswap"
 
 _LINK_S = 10.0  # to open a link to a host that is up
 _MAX_CALLS = 1000
-OWN_OPTIONS: Final = {
+_OWN_OPTIONS: Final = {
     "get_if_exists", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name", "namespace",
 }  # fmt: skip
 
@@ -101,9 +101,7 @@ class RayEngine(RemoteEngine):
         super().__init__(
             id, self._open, epoch=epoch, silence_s=silence_s, start_s=start_s + silence_s + end_s + _LINK_S
         )
-        self._options = dict(options or {})
-        if taken := sorted(OWN_OPTIONS & self._options.keys()):
-            raise ConfigError(f"options has {taken[0]!r}, which RayEngine sets itself; leave it out.")
+        self._options = options_of(options, "RayEngine")
         self._make_engine, self._make_store = make_engine, make_store
         self._detached, self._namespace = detached, namespace
         self._place_s, self._end_s = start_s, end_s
@@ -137,7 +135,8 @@ class RayEngine(RemoteEngine):
 
         Raises:
             InstanceLost: there was no place for it within `start_s`, or it did not start.
-            ConfigError: this process is not connected to a Ray cluster.
+            ConfigError: this process is not connected to a Ray cluster, or Ray does not take `options`, or
+                cannot pickle what makes the engine and its store.
         """
         if self._address is not None:
             return
@@ -284,3 +283,17 @@ class RayEngine(RemoteEngine):
         at = self._address
         where = "no actor" if at is None else f"process {at.pid} on {at.node}"
         return f"<{type(self).__name__} {self.id!r} [{self.status().state}, {where}]>"
+
+
+def options_of(options: object, whose: str) -> dict[str, object]:
+    """Return options of an actor.
+
+    Raises:
+        ConfigError: they are no mapping, or have one that is set here.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"options is {shown(options)}; give a dict of options of `ray.remote`.")
+    given = dict(cast("Mapping[str, object]", options or {}))
+    if taken := sorted(_OWN_OPTIONS & given.keys()):
+        raise ConfigError(f"options has {taken[0]!r}, which {whose} sets itself; leave it out.")
+    return given

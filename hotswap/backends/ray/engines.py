@@ -14,7 +14,7 @@ from anyio import AsyncContextManagerMixin
 
 from hotswap.backends.nodes import LinkedStore, NodeStores
 from hotswap.backends.ray.cluster import RayError, RayNode, alive_nodes, check_connected, on_node, reason_of
-from hotswap.backends.ray.engine import NAMESPACE, RayEngine
+from hotswap.backends.ray.engine import NAMESPACE, RayEngine, options_of
 from hotswap.backends.ray.host import StoreMaker
 from hotswap.checks import check_callables, check_positive, check_positive_seconds
 from hotswap.engine import Engine
@@ -122,7 +122,7 @@ class RayEngines(AsyncContextManagerMixin):
         check_callables(ConfigError, make_engine=make_engine, make_store=make_store)
         check_positive_seconds(ConfigError, poll_s=poll_s)
         self._num_engines, self._labels = num_engines, dict(labels or {})
-        self._options = {**resources, **(options or {})}
+        self._options = {**resources, **options_of(options, "RayEngine")}
         if "scheduling_strategy" in self._options:
             raise ConfigError("options has 'scheduling_strategy', but each engine is placed on its node.")
         self._make_engine, self._make_store = make_engine, make_store

@@ -80,7 +80,7 @@ class HostActor(ABC):
         self._runs = True
         try:
             await self._serve()
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:  # of a library that calls `sys.exit`: Ray would tell nothing
             log.exception("%s has ended.", self._what)
             self._tell(f"{type(exc).__name__}: {exc}")
         finally:

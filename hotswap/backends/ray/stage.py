@@ -20,7 +20,7 @@ from hotswap.backends.ray.cluster import (
     reason_of,
     reason_of_loss,
 )
-from hotswap.backends.ray.engine import NAMESPACE, OWN_OPTIONS
+from hotswap.backends.ray.engine import NAMESPACE, options_of
 from hotswap.backends.ray.host import HostActor, StoreMaker
 from hotswap.backends.transports.silence import check_silence
 from hotswap.checks import check_callables, check_positive_seconds, check_strings
@@ -89,9 +89,7 @@ class RayStage:
         check_callables(ConfigError, make_store=make_store)
         check_silence(silence_s)
         check_positive_seconds(ConfigError, start_s=start_s)
-        self._options = dict(options or {})
-        if taken := sorted(OWN_OPTIONS & self._options.keys()):
-            raise ConfigError(f"options has {taken[0]!r}, which RayStage sets itself; leave it out.")
+        self._options = options_of(options, "RayStage")
         self._make_store, self._namespace = make_store, namespace
         self._silence_s, self._start_s = silence_s, start_s
         self._actor: Actor | None = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import anyio
 import pytest
@@ -28,6 +31,7 @@ from tests.backends.ray.support import (
     sim_store,
     until,
 )
+from tests.patience import PATIENCE_S
 from tests.runtime.support import Idle, read, sim_fleet
 
 JOINING = "127.0.0.5"
@@ -123,9 +127,26 @@ async def test_a_restart_that_finds_no_place_ends_in_an_error(cluster: LocalClus
         assert engine.status().state is InstanceState.EMPTY
 
 
-async def test_an_engine_that_cannot_be_made_is_refused_with_its_reason(cluster: LocalCluster) -> None:
-    with pytest.raises(InstanceLost, match="no device"):
-        async with RayEngine("e0", _no_engine, sim_store):
+@pytest.mark.parametrize(("make", "reason"), [(_no_engine, "no device"), (sys.exit, "SystemExit")])
+async def test_an_engine_that_cannot_be_made_is_refused_with_its_reason(
+    cluster: LocalCluster, make: Callable[[], SimEngine], reason: str
+) -> None:
+    with anyio.fail_after(PATIENCE_S), pytest.raises(InstanceLost, match=reason):
+        async with RayEngine("e0", make, sim_store, start_s=PATIENCE_S):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "locked"),
+    [({"num_cpu": 1}, False), ({"num_cpus": -1}, False), ({"label_selector": "x"}, False), ({}, True)],
+)
+async def test_what_ray_does_not_take_is_an_error_of_the_settings(
+    cluster: LocalCluster, options: dict[str, object], locked: bool
+) -> None:
+    what: Any = threading.Lock() if locked else "e0"  # a lock cannot be pickled
+    make = partial(sim_engine, what)
+    with pytest.raises(ConfigError, match="no actor of engine 'e0'"):
+        async with RayEngine("e0", make, sim_store, options=options):
             pass
 
 
@@ -201,3 +222,8 @@ async def test_options_that_the_engine_sets_itself_are_refused_by_name(cluster: 
     for name in ("max_restarts", "lifetime", "name"):
         with pytest.raises(ConfigError, match=name):
             RayEngine("e0", partial(sim_engine, "e0"), sim_store, options={name: 1})
+        with pytest.raises(ConfigError, match=name):
+            RayEngines.per_node(sim_engine, sim_store, options={name: 1})
+    wrong: Any = "num_cpus"
+    with pytest.raises(ConfigError, match="options is 'num_cpus'"):
+        RayEngine("e0", partial(sim_engine, "e0"), sim_store, options=wrong)
