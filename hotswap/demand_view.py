@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotswap.request import AdapterId, ModelId, RequestId
+from hotswap.request import AdapterId, InstanceId, ModelId, RequestId
 
 __all__ = ["AdapterView", "ModelView", "WaitingView"]
 
@@ -43,7 +43,8 @@ class WaitingView:
     Of its `num_tokens` it was given `num_generated` before, elsewhere. It was evicted `num_evicted` times so
     far, and left instances `num_stalls` times since its latest token, for whatever reason but a move. The
     KV blocks of its first `stored_tokens` tokens are in the fleet's KV store, so that they are copied in
-    place of computed; 0 without a store.
+    place of computed; 0 without a store. `last_instance` is the one that it
+    left last, if it got a token there.
     """
 
     id: RequestId
@@ -57,6 +58,7 @@ class WaitingView:
     num_evicted: int = 0
     num_stalls: int = 0
     stored_tokens: int = 0
+    last_instance: InstanceId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

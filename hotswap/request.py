@@ -13,6 +13,7 @@ from hotswap.sampling import Sampling
 __all__ = [
     "AdapterId",
     "FinishReason",
+    "InstanceId",
     "ModelId",
     "PromptLogprobs",
     "Request",
@@ -25,6 +26,7 @@ __all__ = [
 
 ModelId = NewType("ModelId", str)
 AdapterId = NewType("AdapterId", str)
+InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
 
 FinishReason = Literal["stop", "length"]

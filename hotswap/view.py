@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import Any, NewType, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from hotswap.demand_view import AdapterView, ModelView, WaitingView
 from hotswap.phase_view import PhaseView
-from hotswap.request import AdapterId, ModelId, RequestId
+from hotswap.request import AdapterId, InstanceId, ModelId, RequestId
 from hotswap.store_view import KVStoreView, Residency, StoreView, TierView
 from hotswap.times_view import TimesView
 
@@ -38,8 +38,6 @@ __all__ = [
     "TimesView",
     "WaitingView",
 ]
-
-InstanceId = NewType("InstanceId", str)
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
@@ -78,6 +76,9 @@ class EngineStatus:
         request_kv_blocks: Blocks that one request can have at most; 0 if it can have all.
         least_kv_blocks: The least that its pool can shrink to; 0 if the pool keeps its size.
         most_kv_blocks: The most that its pool can grow to; 0 if the pool keeps its size.
+        kept_since_s: The loop time since which KV blocks of requests that left are kept, also across swaps:
+            one that left later, with a token of its stay, finds those of all its tokens but the last if it
+            comes back; `None` if the engine does not know, or keeps none.
         kv_block_bytes: Bytes of a KV block, where the pool can be resized; 0 if it cannot.
         device_budget: The name of the budget whose memory it shares with other engines; "" if it shares none.
         memory_bytes: What weights and KV blocks may take together; 0 if the engine does not know.
@@ -104,6 +105,7 @@ class EngineStatus:
     preempted: tuple[RequestId, ...] = ()
     kv_block_tokens: int = 16
     request_kv_blocks: int = 0
+    kept_since_s: float | None = None
     least_kv_blocks: int = 0
     most_kv_blocks: int = 0
     kv_block_bytes: int = 0
@@ -268,9 +270,9 @@ class FleetView:
     """The whole fleet at loop time `now_s`: the only input of a scheduler's or a router's decision.
 
     `running` and `adapters` are there for schedulers; routers see them empty. In a large fleet ask `hosts`,
-    `serving`, `replicas`, `min_by`, `instance`, `oldest_waiting_s` and `running_on`, which cost what they
-    return, rather than go over `instances`, `waiting` and `running`, which cost what there is. A view may be
-    kept: it never changes.
+    `serving`, `replicas`, `min_by`, `instance`, `oldest_waiting_s`, `waiting_request` and `running_on`, which
+    cost what they return, rather than go over `instances`, `waiting` and `running`, which cost what there is.
+    A view may be kept: it never changes.
     """
 
     now_s: float
@@ -351,6 +353,10 @@ class FleetView:
         """The loop time since which the oldest of the model's requests has waited; `None` if none waits."""
         return self._oldest_waiting_s.get(model)
 
+    def waiting_request(self, request: RequestId) -> WaitingView | None:
+        """The view of a request of the queue, as of one that a router is asked about; `None` of any other."""
+        return self._waiting_by_id.get(request)
+
     def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
         """Those of `running` that are assigned to an instance, in the same order."""
         return tuple(self._running_on.get(instance, ()))
@@ -380,6 +386,10 @@ class FleetView:
             since_s = oldest_s.get(request.model, request.waiting_since_s)
             oldest_s[request.model] = min(since_s, request.waiting_since_s)
         return oldest_s
+
+    @cached_property
+    def _waiting_by_id(self) -> dict[RequestId, WaitingView]:
+        return {request.id: request for request in self.waiting}
 
     @cached_property
     def _running_on(self) -> dict[InstanceId, list[RunningView]]:

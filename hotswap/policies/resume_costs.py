@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hotswap.times_view import TimesView
-from hotswap.view import RunningView, WaitingView
+from hotswap.view import InstanceView, RunningView, WaitingView
 
-__all__ = ["num_stored", "resume_s"]
+__all__ = ["num_kept", "num_stored", "resume_s"]
 
 
 def num_stored(times: TimesView, request: WaitingView | RunningView) -> float:
@@ -20,6 +20,18 @@ def num_stored(times: TimesView, request: WaitingView | RunningView) -> float:
     if isinstance(request, WaitingView):
         return request.stored_tokens
     return max(request.stored_tokens, times.kept_share * request.num_tokens)
+
+
+def num_kept(request: WaitingView, instance: InstanceView) -> int:
+    """Return of how many tokens of a waiting request an instance that serves its model still has KV blocks.
+
+    All but the last of a request that left it with a token, unless a block was reallocated that was released
+    later. What it has of a request that left without a token is not known, and counts as nothing.
+    """
+    if request.last_instance != instance.id or instance.hosted != request.model:
+        return 0
+    is_kept = instance.kept_since_s is not None and instance.kept_since_s <= request.waiting_since_s
+    return request.num_tokens - 1 if is_kept else 0
 
 
 def resume_s(times: TimesView, requests: Iterable[WaitingView | RunningView]) -> float:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 from hotswap.kv_lookup import KVLookup
 from hotswap.loop_time import current_time
-from hotswap.request import AdapterId, ModelId, Request
+from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.samples import SampleGroup
@@ -97,6 +97,7 @@ class Ticket:
         """What schedulers see of it; most requests find an instance before a scheduler looks."""
         if self.seen is None:
             request, active = self.request, self.active
+            last = active.hops[-1] if active is not None and active.hops else None
             self.seen = WaitingView(
                 id=request.id,
                 model=request.model,
@@ -109,6 +110,7 @@ class Ticket:
                 num_evicted=0 if active is None else active.num_evicted,
                 num_stalls=0 if active is None else active.history.num_stalls,
                 stored_tokens=0 if self.kv_lookup is None else self.kv_lookup.stored_tokens(request),
+                last_instance=last.instance if last and last.first_index < len(request.generated) else None,
             )
         return self.seen
 
@@ -128,6 +130,7 @@ class Queue:
     def __init__(self, kv_lookup: KVLookup | None = None) -> None:
         self._kv_lookup = kv_lookup
         self._by_model: dict[ModelId, _ModelQueue] = {}
+        self._by_request: dict[RequestId, Ticket] = {}
         self._views: tuple[WaitingView, ...] | None = None
         self._num_tickets = 0
 
@@ -159,6 +162,7 @@ class Queue:
         if model not in self._by_model:
             self._by_model[model] = _ModelQueue()
         self._by_model[model].add(ticket)
+        self._by_request[ticket.request.id] = ticket
         self._views = None
 
     def retarget(self, requests: Mapping[Ticket, Request]) -> None:
@@ -176,6 +180,7 @@ class Queue:
             ticket.waiting = False
             queue = self._by_model[ticket.request.model]
             queue.remove(ticket)
+            self._by_request.pop(ticket.request.id, None)
             self._views = None
             if not queue.tickets:
                 del self._by_model[ticket.request.model]
@@ -216,6 +221,11 @@ class Queue:
     def is_first(self, ticket: Ticket) -> bool:
         """Return whether no ticket of the same key is ahead of this one."""
         return self._by_model[ticket.request.model].keys[ticket.key][0] == ticket.order
+
+    def view(self, request: RequestId) -> WaitingView | None:
+        """Return one waiting request."""
+        ticket = self._by_request.get(request)
+        return None if ticket is None else ticket.view
 
     def views(self) -> tuple[WaitingView, ...]:
         """Return every waiting request, in order."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hotswap.loop_time import current_time
 from hotswap.model import Adapter, ModelCard
-from hotswap.request import ModelId
+from hotswap.request import ModelId, RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.demand import Asked
 from hotswap.runtime.index import Index
@@ -186,6 +186,9 @@ class LiveView(FleetView):
 
     def oldest_waiting_s(self, model: ModelId) -> float | None:
         return self._state.queue.oldest_s(model)
+
+    def waiting_request(self, request: RequestId) -> WaitingView | None:
+        return self._state.queue.view(request)
 
     def running_on(self, instance: InstanceId) -> tuple[RunningView, ...]:
         found = self._state.instances.get(instance) if self._running else None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hotswap import (
     AdapterId,
     FleetView,
+    InstanceId,
     InstanceState,
     InstanceView,
     ModelId,
@@ -18,10 +19,13 @@ from hotswap import (
     Residency,
     StoreView,
     TierView,
+    TimesView,
+    WaitingView,
 )
 from hotswap.errors import ConfigError
 from hotswap.policies import LeastTimeRouter
 from hotswap.policies.routers.candidates import candidates
+from hotswap.store_view import KVStoreView
 from hotswap.testing.strategies import routings
 from tests.policies.views import empty, fleet, many_hosts, model, request, serving
 
@@ -125,6 +129,106 @@ def test_a_burst_that_no_engine_has_seen_yet_is_spread() -> None:
 def test_ties_go_to_the_fewest_requests_then_the_smaller_id() -> None:
     waits = replace(busy("e0"), num_requests=1, num_waiting=1)  # nothing to compute, and yet one more
     assert route(waits, busy("e2"), busy("e1")) == "e1"
+
+
+# ------------------------------------------------------------------ tokens that need not be computed
+
+
+def returning(
+    *instances: InstanceView, tokens: int = 1000, stored: int = 0, copy_s: float = 0.0
+) -> tuple[Request, FleetView]:
+    """A request that left `e0` ten seconds ago with so many tokens, of which so many are stored."""
+    asked = replace(request("a", tokens=tokens - 1), generated=(1,))
+    waits = WaitingView(
+        id=asked.id,
+        model=asked.model,
+        num_tokens=tokens,
+        stored_tokens=stored,
+        waiting_since_s=90.0,
+        last_instance=InstanceId("e0"),
+    )
+    times = TimesView(restore_token_s=copy_s)
+    return asked, replace(fleet(instances, [model("a")], now_s=100.0), waiting=(waits,), times=times)
+
+
+def keeping(instance: InstanceView, since_s: float = 80.0) -> InstanceView:
+    return replace(instance, kept_since_s=since_s)
+
+
+def test_a_request_goes_back_to_its_blocks_unless_that_takes_longer_than_computing_them() -> None:
+    for prefill, answer in ((0, "e0"), (998, "e0"), (1000, "e1")):
+        assert ROUTER.route(*returning(keeping(busy("e0", prefill=prefill)), busy("e1"))) == answer
+    # Blocks of those that left at the time have been given to others, or the engine does not tell.
+    for last in (keeping(busy("e0", prefill=1), 95.0), busy("e0", prefill=1)):
+        assert ROUTER.route(*returning(last, busy("e1"))) == "e1"
+    # The same of a request without a token, of which no instance has anything.
+    asked, view = returning(keeping(busy("e0", prefill=1)), busy("e1"))
+    assert ROUTER.route(replace(asked, generated=()), view) == "e1"
+    assert ROUTER.route(asked, replace(view, waiting=())) == "e1"
+
+
+def test_a_burst_goes_back_where_each_computes_one_token() -> None:
+    for unseen, answer in ((998, "e0"), (1000, "e1")):
+        last = replace(keeping(busy("e0", unseen=unseen)), max_requests=2000)
+        assert ROUTER.route(*returning(last, busy("e1"))) == answer
+
+
+def test_it_goes_back_only_where_it_could_go_at_all() -> None:
+    kept = keeping(busy("e0"))
+    for closed in (
+        replace(kept, model=ModelId("b")),
+        replace(kept, draining=True),
+        replace(kept, max_requests=0),
+        replace(kept, swapping=True, target=ModelId("b")),
+        replace(kept, num_kv_blocks=10, request_kv_blocks=10),
+    ):
+        assert ROUTER.route(*returning(closed, busy("e1"))) == "e1"
+    assert ROUTER.route(*returning(busy("e1"))) == "e1", "it is gone"
+
+
+def test_stored_tokens_are_copied_if_that_is_sooner() -> None:
+    last, other = keeping(busy("e0")), busy("e1", running=5)
+
+    def seconds(instance: InstanceView, stored: int, copy_s: float) -> float:
+        asked, view = returning(last, other, stored=stored, copy_s=copy_s)
+        return ROUTER.expected_s(asked, instance, view)
+
+    assert seconds(other, 0, 1e-5) == pytest.approx(1.0 + 10 * 0.005)
+    assert seconds(other, 900, 1e-5) == pytest.approx(0.1 + 0.009 + 0.005)  # ten steps are one
+    assert seconds(other, 900, 1e-2) == pytest.approx(1.0 + 10 * 0.005)
+    assert seconds(other, 1000, 0.0) == pytest.approx(0.001 + 0.005), "the last token is always computed"
+    assert seconds(last, 900, 1e-5) == pytest.approx(0.001), "nothing is copied to where the blocks are"
+    turned = replace(last, model=ModelId("b"))
+    store = StoreView(
+        tiers=(TierView(name="host", bytes_per_s=1e9),),
+        residency=(Residency(model=ModelId("a"), tier="host", size_bytes=10**9),),
+    )
+    asked, view = returning(turned, stored=900, copy_s=1e-5)
+    assert ROUTER.expected_s(asked, turned, replace(view, store=store)) == pytest.approx(1.2 + 0.1 + 0.009)
+
+
+@given(routings(), st.integers(0, 200), st.sampled_from([0.0, 1e-5, 1.0]), st.floats(0, 200), st.booleans())
+def test_no_candidate_would_answer_a_returning_request_sooner(
+    routing: tuple[Request, FleetView], stored: int, copy_s: float, left_s: float, has_store: bool
+) -> None:
+    first, view = routing
+    asked = replace(first, generated=() if has_store else (1,))
+    for last in (None, *(instance.id for instance in view.instances)):
+        waits = WaitingView(
+            id=asked.id,
+            model=asked.model,
+            num_tokens=asked.num_tokens,
+            stored_tokens=stored,
+            waiting_since_s=left_s,
+            last_instance=last,
+        )
+        kv_store = KVStoreView(tier="host") if has_store else None
+        shown = replace(view, waiting=(waits,), times=TimesView(restore_token_s=copy_s), kv_store=kv_store)
+        answer = ROUTER.route(asked, shown)
+        seconds = {i.id: ROUTER.expected_s(asked, i, shown) for i in candidates(asked, shown)}
+        assert (answer is None) == (not seconds)
+        if answer is not None:
+            assert seconds[answer] == pytest.approx(min(seconds.values()), rel=1e-8)
 
 
 # ------------------------------------------------------------------ the order of the multi-model post

@@ -14,6 +14,7 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.fields import Fields
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.loop_time import current_time
 from hotswap.model import Adapter, Layout, ModelCard
 from hotswap.request import FinishReason, ModelId, ScoredPrompt, Token, TokenLogprob
 from hotswap.view import EngineStatus, InstanceState
@@ -101,7 +102,10 @@ _MODELS: Final = frozenset(("model", "preloaded"))
 def status_changes(before: EngineStatus | None, now: EngineStatus) -> dict[str, object]:
     """Return the fields in which a status differs from the one told before; all but the id without one."""
     told, known = now.__dict__, {} if before is None else before.__dict__
-    return {name: told[name] for name in _NAMES if name not in known or known[name] != told[name]}
+    changed = {name: told[name] for name in _NAMES if name not in known or known[name] != told[name]}
+    if now.kept_since_s is not None and "kept_since_s" in changed:
+        changed["kept_since_s"] = current_time() - now.kept_since_s  # the other end has a clock of its own
+    return changed
 
 
 def status_of(fields: Fields, before: EngineStatus) -> EngineStatus:
@@ -120,6 +124,8 @@ def _status_field(fields: Fields, name: str) -> object:
             return InstanceState(fields.text(name))
         except ValueError:
             raise fields.wrong(f"{fields.text(name)[:40]!r} is no state") from None
+    if name == "kept_since_s":
+        return None if fields.get(name) is None else current_time() - fields.number(name)
     if name in _LISTS:
         return texts(fields, name)
     if name in _TEXTS:

@@ -107,6 +107,7 @@ class Batcher:
         self._fresh: set[int] = set()
         self._copies: dict[int, Copy] = {}
         self.snapshots, self._restored = snapshots, list[StateCopy]()
+        self.needs_blocks_alone = prefix_reuse and snapshots is None  # to go on where a request left
         self._free_slots = list(range(max_requests))
 
     @property

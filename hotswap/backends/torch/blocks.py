@@ -9,6 +9,7 @@ holds exactly the keys and values of that prefix.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,10 @@ class BlockPool:
     Args:
         num_blocks: The blocks that are not withdrawn at first.
         most_blocks: The blocks that there are. Default: `None`, `num_blocks`.
+
+    Attributes:
+        kept_since_s: The time (`time.monotonic`, as of event loops) since which the pool has lost no content
+            of a block that was released later.
     """
 
     def __init__(self, num_blocks: int, most_blocks: int | None = None) -> None:
@@ -75,7 +80,9 @@ class BlockPool:
         self._free = deque(range(1, num_blocks + 1))
         self._withdrawn = list(range(num_blocks + 1, self.most_blocks + 1))  # a heap
         self._ref_counts: dict[int, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self.kept_since_s = time.monotonic()
+        # With the times of their release, least recently released first.
+        self._cached: OrderedDict[int, float] = OrderedDict()
         self._contents: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
         self._by_start: dict[tuple[bytes, int], int] = {}
@@ -159,8 +166,7 @@ class BlockPool:
         blocks = [number * group + at for number in chosen for at in range(group)]
         for block in blocks:
             if block in self._cached:
-                del self._cached[block]
-                self._forget(block)
+                self._lose(block, self._cached.pop(block))
             heappush(self._withdrawn, block)
         return blocks
 
@@ -187,13 +193,14 @@ class BlockPool:
         In reverse order: a cached block is reallocated before those that precede it, without which it could
         not be found.
         """
+        now_s = time.monotonic()
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if self._ref_counts[block]:
                 continue
             del self._ref_counts[block]
             if block in self._contents:
-                self._cached[block] = None
+                self._cached[block] = now_s
             else:
                 self._free.append(block)
 
@@ -253,10 +260,14 @@ class BlockPool:
         if self._free:
             block = self._free.popleft()
         else:
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
+            block, released_s = self._cached.popitem(last=False)
+            self._lose(block, released_s)
         self._ref_counts[block] = 1
         return block
+
+    def _lose(self, block: int, released_s: float) -> None:
+        self.kept_since_s = max(self.kept_since_s, released_s)
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         content = self._contents.pop(block)

@@ -398,6 +398,7 @@ class TorchEngine(Engine):
             preempted=self._streams.ids_of(report.preempted),
             num_next_kv_blocks=self._streams.num_next_blocks(self._kv.block_tokens),
             kv_block_tokens=self._kv.block_tokens,
+            kept_since_s=report.kept_since_s,
             **self._models.pool_fields(),
             memory_bytes=self._loader.memory_bytes,
             weight_bytes=self._loader.weight_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from anyio.lowlevel import checkpoint
@@ -121,6 +122,8 @@ class Models:
         self.weights = f"{identity} {self._settings.invariant}"
         pool = self._pool
         blocks = BlockPool(forward.num_blocks) if pool is None else pool.blocks
+        if not loaded.fingerprint:
+            blocks.kept_since_s = time.monotonic()
         batcher = self._settings.make_batcher(forward, blocks)
         runner = Runner(forward, batcher, self._settings.make_budget())
         self._ranks_bytes = 0 if pool is not None else forward.size_bytes

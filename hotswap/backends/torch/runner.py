@@ -85,6 +85,7 @@ class Report:
     num_preempted: int = 0
     num_reused_tokens: int = 0
     token_budget: int = 0
+    kept_since_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ class Runner:
             num_preempted=batcher.num_preempted,
             num_reused_tokens=batcher.num_reused_tokens,
             token_budget=batcher.token_budget,
+            kept_since_s=blocks.kept_since_s if batcher.needs_blocks_alone else None,
         )
 
     def step(self) -> Report:

@@ -8,11 +8,12 @@ from typing import Any
 
 from hotswap.argument_kinds import check_arguments
 from hotswap.errors import ConfigError
-from hotswap.policies.routers.candidates import can_hold, candidates
+from hotswap.policies.resume_costs import num_kept
+from hotswap.policies.routers.candidates import can_hold, candidates, is_candidate
 from hotswap.policies.routers.least_loaded import by_load
 from hotswap.request import AdapterId, Request
 from hotswap.router import Router
-from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView
+from hotswap.view import FleetView, InstanceId, InstanceState, InstanceView, WaitingView
 
 __all__ = ["LeastTimeRouter"]
 
@@ -35,6 +36,7 @@ class LeastTimeRouter(Router):
 
         T = tokens / prefill_tokens_per_s          the request's own, and those to be computed before them
           + steps * num_running * request_s        decodes that share these steps
+          + copied * restore_token_s               tokens that are copied from the KV store
           + adapter_s                              if the adapter is not resident
           + blocks_s                               if fewer KV blocks are free than the tokens need
 
@@ -51,9 +53,11 @@ class LeastTimeRouter(Router):
 
     **Ours:** the whole sum, and its constants, which are rough figures of an 8B model on a recent GPU;
     measure your own. A request that the fleet has assigned and the engine has not seen yet counts with as
-    many tokens as the request to route, so that a burst is spread. A view does not know what a prefix cache
-    would save. Swaps are up to the scheduler: if no replica is open the answer is `None`, however soon one
-    will be.
+    many tokens as the request to route, so that a burst is spread. Of the request's own tokens those are not
+    computed that the KV store has, if copies are sooner (`TimesView.restore_token_s`), nor those of which the
+    instance that it left last still has KV blocks (`InstanceView.kept_since_s`): there is nothing copied
+    either. A view does not know what else a prefix cache would save. Swaps are up to the scheduler: if no
+    replica is open the answer is `None`, however soon one will be.
 
     Attributes:
         prefill_tokens_per_s: Prompt tokens that an instance computes per second.
@@ -88,63 +92,107 @@ class LeastTimeRouter(Router):
 
     def soonest(self, request: Request, fleet: FleetView) -> InstanceView | None:
         """Return the instance that `route` names, for routers that compare it with another."""
+        waiting = _waiting(request, fleet)
+        num_computed, copy_s = self._resume(request, waiting, fleet)
+        soonest = self._soonest(request, num_computed, fleet)
+        if soonest is None or waiting is None or waiting.last_instance not in fleet.ids:
+            return soonest
+        last = fleet.instance(waiting.last_instance)
+        if not (kept := num_kept(waiting, last)) or not is_candidate(last, request, like=soonest):
+            return soonest
+        last_s = self._here_s(request, request.num_tokens - kept, last)
+        return last if last_s <= self._here_s(request, num_computed, soonest) + copy_s else soonest
+
+    def _soonest(self, request: Request, num_computed: int, fleet: FleetView) -> InstanceView | None:
+        """The candidate that is soonest if each computes so many of the request's tokens."""
         if request.adapter is None and len(fleet.host_ids(request.model)) > _FEW:
-            soonest = self._soonest_of_many(request, fleet)
+            soonest = self._soonest_of_many(request, num_computed, fleet)
             if soonest is not None:
                 return soonest
-        num_tokens, adapter = request.num_tokens, request.adapter
-        seconds = [(_here_s(self, num_tokens, adapter, i), i) for i in candidates(request, fleet)]
+        seconds = [(self._here_s(request, num_computed, i), i) for i in candidates(request, fleet)]
         least_s = min((s for s, _ in seconds), default=inf)
         return min((i for s, i in seconds if s == least_s), key=_load, default=None)
 
-    def _soonest_of_many(self, request: Request, fleet: FleetView) -> InstanceView | None:
+    def _soonest_of_many(self, request: Request, num_computed: int, fleet: FleetView) -> InstanceView | None:
         """Look at hosts in the order of a smaller request's time, until all others must be later.
 
         `None` if that would take many hosts, and if no host that keeps its model is large enough.
         """
-        num_tokens = request.num_tokens
-        size = _size(num_tokens)
-        more_s = (num_tokens - size) / self.prefill_tokens_per_s
+        size = _size(num_computed)
+        more_s = (num_computed - size) / self.prefill_tokens_per_s
         best: InstanceView | None = None
         standing: tuple[float, Any] = (inf, ())
         num_seen = 0
         for has_unseen in (False, True):
-            if (1 + has_unseen) * num_tokens / self.prefill_tokens_per_s >= standing[0]:
+            if (1 + has_unseen) * num_computed / self.prefill_tokens_per_s >= standing[0]:
                 break
             for instance in fleet.ranked(request.model, _ByTime(self, size, has_unseen)):
                 if best is not None:
-                    at_least_s = _here_s(self, size, None, instance) + (1 + has_unseen) * more_s
+                    at_least_s = _here_s(self, size, size, None, instance) + (1 + has_unseen) * more_s
                     if at_least_s >= standing[0] * (1 - _ROUNDING):
                         break
                 if (num_seen := num_seen + 1) > _MANY:
                     return None
                 if can_hold(instance, request):
-                    found = _here_s(self, num_tokens, None, instance), _load(instance)
+                    found = self._here_s(request, num_computed, instance), _load(instance)
                     best, standing = (instance, found) if found < standing else (best, standing)
         return best
 
-    def expected_s(self, request: Request, instance: InstanceView, fleet: FleetView) -> float:
+    def expected_s(
+        self, request: Request, instance: InstanceView, fleet: FleetView, *, num_cached: int = 0
+    ) -> float:
         """Return the expected time to first token on any instance, with a swap if one is needed.
 
         A swap takes `swap_s` and, unless the model is preloaded there, the seconds in which the store reads
         it (`StoreView.load_s`). Infinite for an instance that serves another model and cannot swap, and for a
-        model that the store does not have.
+        model that the store does not have. Of the first `num_cached` tokens those are not computed either
+        that must be anywhere else.
         """
+        waiting = _waiting(request, fleet)
+        num_computed, copy_s = self._resume(request, waiting, fleet)
+        if waiting is not None and (kept := num_kept(waiting, instance)):
+            num_computed, copy_s = request.num_tokens - kept, 0.0
+        cached_s = max(0, num_cached + num_computed - request.num_tokens) / self.prefill_tokens_per_s
         if instance.state is InstanceState.SERVING and instance.model == request.model:
-            return _here_s(self, request.num_tokens, request.adapter, instance)
+            return self._here_s(request, num_computed, instance) + copy_s - cached_s
         if not instance.free:
             return inf
         store = fleet.store.seen_from(instance.node)
         load_s = 0.0 if instance.preloaded == request.model else store.load_s(request.model)
         adapter_s = 0.0 if request.adapter is None else self.adapter_s
-        return self.swap_s + load_s + adapter_s + request.num_tokens / self.prefill_tokens_per_s
+        prefill_s = num_computed / self.prefill_tokens_per_s
+        return self.swap_s + load_s + adapter_s + prefill_s + copy_s - cached_s
+
+    def _resume(self, request: Request, waiting: WaitingView | None, fleet: FleetView) -> tuple[int, float]:
+        """How many tokens are computed where none are, and the seconds in which the others are copied."""
+        token_s = fleet.times.restore_token_s if waiting is not None and waiting.stored_tokens else inf
+        if waiting is None or token_s * self.prefill_tokens_per_s >= 1:
+            return request.num_tokens, 0.0
+        num_copied = min(waiting.stored_tokens, request.num_tokens - 1)
+        return request.num_tokens - num_copied, num_copied * token_s
+
+    def _here_s(self, request: Request, num_computed: int, instance: InstanceView) -> float:
+        return _here_s(self, num_computed, request.num_tokens, request.adapter, instance)
+
+
+def _waiting(request: Request, fleet: FleetView) -> WaitingView | None:
+    """What is known of a request, unless nothing can be: it has no token, and there is no store."""
+    may_have = bool(request.generated) or fleet.kv_store is not None
+    return fleet.waiting_request(request.id) if may_have else None
 
 
 def _here_s(
-    time: LeastTimeRouter, num_tokens: int, adapter: AdapterId | None, instance: InstanceView
+    time: LeastTimeRouter,
+    num_computed: int,
+    num_tokens: int,
+    adapter: AdapterId | None,
+    instance: InstanceView,
 ) -> float:
-    """The expected time to first token of a request with `num_tokens`; never less for more tokens."""
-    queued = instance.num_prefill_tokens + (_num_unseen(instance) + 1) * num_tokens
+    """The expected time to first token of a request with `num_tokens`, of which `num_computed` are computed.
+
+    Never less for more of either.
+    """
+    queued = instance.num_prefill_tokens + (_num_unseen(instance) + 1) * num_computed
     num_steps = -(-queued // time.step_tokens)
     seconds = queued / time.prefill_tokens_per_s + num_steps * instance.num_running * time.request_s
     if adapter is not None and adapter not in instance.adapters:
@@ -187,4 +235,4 @@ class _ByTime:
     def __call__(self, instance: InstanceView) -> tuple[float, Any] | None:
         if not instance.open or instance.swapping or (_num_unseen(instance) > 0) is not self.has_unseen:
             return None
-        return _here_s(self.time, self.num_tokens, None, instance), by_load(instance)
+        return _here_s(self.time, self.num_tokens, self.num_tokens, None, instance), by_load(instance)

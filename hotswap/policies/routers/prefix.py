@@ -92,7 +92,7 @@ class PrefixRouter(Router):
         if not num_tokens or soonest is None:
             return soonest.id if soonest else None
         replica = self._prefix_replica(request, num_tokens, fleet, soonest)
-        expected_s = time.expected_s(request, replica, fleet) - num_tokens / time.prefill_tokens_per_s
+        expected_s = time.expected_s(request, replica, fleet, num_cached=num_tokens)
         return replica.id if expected_s <= time.expected_s(request, soonest, fleet) else soonest.id
 
     def _num_hashed(self, request: Request) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 
+import anyio
 import pytest
 
 from hotswap import Adapter, InstanceId, InstanceState, ModelId, ScoredPrompt, Token, TokenLogprob, errors
 from hotswap.abc import EngineStatus, Frame, ModelCard
 from hotswap.backends.fields import Fields
+from hotswap.backends.remote import values
 from hotswap.backends.remote.failures import error_of, failure
 from hotswap.backends.remote.messages import frames_of, messages_of, said
 from hotswap.backends.remote.values import (
@@ -123,6 +125,16 @@ def test_of_a_status_only_what_has_changed_crosses() -> None:
     assert changes.keys() == {"state", "preempted", "model", "warnings"}
     assert status_of(crossed(changes), one) == two
     assert status_changes(two, two) == {}
+
+
+async def test_a_time_of_a_status_crosses_as_what_has_passed_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    here_s = anyio.current_time()
+    one = EngineStatus(id=InstanceId("e0"), state=InstanceState.SERVING, kept_since_s=here_s - 5)
+    told = crossed(status_changes(None, one))
+    monkeypatch.setattr(values, "current_time", lambda: 1000.0)  # the clock of another machine
+    there = status_of(told, one.updated(kept_since_s=None))
+    assert there.kept_since_s == pytest.approx(995, abs=1)
+    assert status_of(crossed(status_changes(one, one.updated(kept_since_s=None))), there).kept_since_s is None
 
 
 def test_a_token_crosses_with_its_log_probabilities_those_of_impossible_tokens_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -280,6 +281,23 @@ def test_the_least_recently_used_prefix_is_dropped_first() -> None:
     run(bench, make(5, [4] * 50, 5))  # one block more than are free and cached for one prefix
     found = [bench.pool.find_start(b"m", [first]) is not None for first in (1, 2, 3, 4)]
     assert found == [True, False, True, True]
+
+
+def test_what_left_since_the_pool_says_is_all_there() -> None:
+    bench, left, kept = bench_of(num_blocks=10), list[tuple[float, int]](), list[bool]()
+    for ticket, first in enumerate((1, 2, 3, 1, 4, 5), start=1):  # three blocks each
+        run(bench, make(ticket, [first] * 40, 5))
+        left.append((time.monotonic(), first))
+        for left_s, other in left:
+            is_kept = bench.pool.kept_since_s <= left_s
+            kept.append(is_kept)
+            if is_kept:
+                assert bench.pool.find_start(b"m", [other] * 8) is not None
+    assert kept[0]
+    assert kept[-1]
+    assert not all(kept)
+    bench.pool.withdraw(10)
+    assert bench.pool.kept_since_s > left[-2][0]
 
 
 # ---------------------------------------------------------------------- mistakes that the checks must detect

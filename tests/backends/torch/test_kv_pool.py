@@ -126,6 +126,26 @@ async def test_a_request_that_is_evicted_leaves_its_blocks_for_its_return() -> N
     assert received == generate(MODELS["a"], list(PROMPT), 300)
 
 
+async def test_it_tells_since_when_blocks_are_kept_where_blocks_alone_make_a_prefix() -> None:
+    store = make_store()
+    async with serving(store) as engine:
+        since_s = engine.status().kept_since_s
+        assert since_s is not None
+        assert since_s <= anyio.current_time()
+        await read(engine)
+        for name in "ba":
+            await swap(engine, store, name)
+        assert engine.status().kept_since_s == since_s
+        await engine.unload()
+        assert engine.status().kept_since_s is None
+        await engine.load(store.card("a"), store)
+        later_s = engine.status().kept_since_s
+        assert later_s is not None
+        assert later_s > since_s, "the memory was given back"
+    async with serving(store, prefix_reuse=False) as engine:
+        assert engine.status().kept_since_s is None
+
+
 async def test_memory_is_given_back_where_the_next_model_has_another_format_or_is_not_known() -> None:
     store = make_store()
     async with serving(store) as engine:
