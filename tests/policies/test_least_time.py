@@ -25,7 +25,6 @@ from hotswap import (
 from hotswap.errors import ConfigError
 from hotswap.policies import LeastTimeRouter
 from hotswap.policies.routers.candidates import candidates
-from hotswap.store_view import KVStoreView
 from hotswap.testing.strategies import routings
 from tests.policies.views import empty, fleet, many_hosts, model, request, serving
 
@@ -209,10 +208,10 @@ def test_stored_tokens_are_copied_if_that_is_sooner() -> None:
 
 @given(routings(), st.integers(0, 200), st.sampled_from([0.0, 1e-5, 1.0]), st.floats(0, 200), st.booleans())
 def test_no_candidate_would_answer_a_returning_request_sooner(
-    routing: tuple[Request, FleetView], stored: int, copy_s: float, left_s: float, has_store: bool
+    routing: tuple[Request, FleetView], stored: int, copy_s: float, left_s: float, has_tokens: bool
 ) -> None:
     first, view = routing
-    asked = replace(first, generated=() if has_store else (1,))
+    asked = replace(first, generated=(1,) if has_tokens else ())
     for last in (None, *(instance.id for instance in view.instances)):
         waits = WaitingView(
             id=asked.id,
@@ -222,8 +221,7 @@ def test_no_candidate_would_answer_a_returning_request_sooner(
             waiting_since_s=left_s,
             last_instance=last,
         )
-        kv_store = KVStoreView(tier="host") if has_store else None
-        shown = replace(view, waiting=(waits,), times=TimesView(restore_token_s=copy_s), kv_store=kv_store)
+        shown = replace(view, waiting=(waits,), times=TimesView(restore_token_s=copy_s))
         answer = ROUTER.route(asked, shown)
         seconds = {i.id: ROUTER.expected_s(asked, i, shown) for i in candidates(asked, shown)}
         assert (answer is None) == (not seconds)

@@ -107,6 +107,8 @@ class KVCache:
             that is not elastic.
     """
 
+    is_local = True
+
     def __init__(
         self,
         num_blocks: int,

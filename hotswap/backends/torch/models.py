@@ -21,6 +21,7 @@ from hotswap.backends.torch.kv_pool import KVPool
 from hotswap.backends.torch.loading import LoadedModel, Loader
 from hotswap.backends.torch.masks import Constraint
 from hotswap.backends.torch.migration import MigrationContext, aborted
+from hotswap.backends.torch.parallel.forward import RankedForward
 from hotswap.backends.torch.resize_job import ResizeJob
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.settings import Settings
@@ -306,15 +307,18 @@ class Models:
         if self.migration is None:
             raise aborted(
                 "export",
-                f"the KV blocks of engine {self._engine!r} cannot move: that takes a model of one rank "
-                "without RoPE that depends on the length of a text, prefix reuse, and a store with checksums",
+                f"the KV blocks of engine {self._engine!r} cannot move: that takes ranks on one "
+                "machine, RoPE that does not depend on the length of a text, prefix reuse, and a store with "
+                "checksums",
             )
         return self.migration
 
     def _make_migration_context(
         self, model: LoadedModel, forward: Forward, runner: Runner, worker: Worker, post: Callable[..., None]
     ) -> MigrationContext | None:
-        if not (isinstance(forward, LocalForward) and self._settings.prefix_reuse and model.fingerprint):
+        if not (isinstance(forward, LocalForward | RankedForward) and self._settings.prefix_reuse):
+            return None
+        if forward.cache is None or not model.fingerprint:
             return None
         if model.long_rope is not None:  # keys of equal tokens differ with the length of their request
             return None

@@ -162,6 +162,10 @@ class Runner:
         """Whether steps are timed for a target latency."""
         return self._budget is not None
 
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Return whether a batch in flight computes a request."""
+        return any(sequence in step.sequences for step in self._in_flight)
+
     def do_background_work(self) -> None:
         """Do a small piece of background work, such as packing weights, and update `background_done`."""
         self.background_done = self.background_done or not self._forward.do_background_work()

@@ -176,8 +176,8 @@ class LeastTimeRouter(Router):
 
 
 def _waiting(request: Request, fleet: FleetView) -> WaitingView | None:
-    """What is known of a request, unless nothing can be: it has no token, and there is no store."""
-    may_have = bool(request.generated) or fleet.kv_store is not None
+    """What is known of a request that may have tokens somewhere: it was there, or others' were restored."""
+    may_have = request.generated or fleet.times.restore_token_s
     return fleet.waiting_request(request.id) if may_have else None
 
 

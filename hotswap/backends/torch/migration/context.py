@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import anyio
 import torch
@@ -12,8 +15,7 @@ from torch import Tensor
 
 from hotswap.backends.life import Life
 from hotswap.backends.torch.arrival import Announced
-from hotswap.backends.torch.kv import KVCache
-from hotswap.backends.torch.recurrent.states import StatePool
+from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces, Worker
@@ -22,10 +24,75 @@ from hotswap.migration import KVLayout
 from hotswap.request import AdapterId, ModelId, Request, RequestId
 from hotswap.worker_threads import in_thread
 
-__all__ = ["PIECE_BYTES", "MigrationContext", "aborted", "beside"]
+__all__ = ["PIECE_BYTES", "MigrationContext", "MovedBlocks", "MovedStates", "aborted"]
 
 # Bytes that are copied at once between two steps; at least one block.
 PIECE_BYTES = 1 << 20
+
+
+class MovedBlocks(Protocol):
+    """What is copied of KV blocks: a `KVCache` is one.
+
+    Attributes:
+        is_local: Whether any thread may copy; otherwise the engine's thread does, between steps.
+    """
+
+    is_local: bool
+    block_tokens: int
+    device: torch.device
+
+    @property
+    def layers(self) -> Mapping[int, LayerShape]:
+        """The shape of each layer."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of one block in all layers."""
+        ...
+
+    def save(self, blocks: Items[int], out: Tensor) -> None:
+        """Copy blocks to host memory."""
+        ...
+
+    def restore(self, blocks: Items[int], data: Tensor) -> None:
+        """Fill blocks that no request reads yet with data that `save` wrote."""
+        ...
+
+    def allocate(self, runs: Iterable[range]) -> None:
+        """Allocate the memory of runs of blocks, as the first write does."""
+        ...
+
+
+class MovedStates(Protocol):
+    """What is copied of recurrent states: a `StatePool` is one."""
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether a slot is cleared by `clear` alone."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of the states of one request."""
+        ...
+
+    @property
+    def format(self) -> tuple[tuple[int, tuple[int, ...], str], ...]:
+        """Each state of a request: its layer, shape and dtype."""
+        ...
+
+    def save(self, slot: int, out: Tensor) -> None:
+        """Copy the states in a slot to host memory."""
+        ...
+
+    def restore(self, slot: int, data: Tensor) -> None:
+        """Fill a slot that no request has yet with data that `save` wrote."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +117,7 @@ class MigrationContext:
     worker: Worker
     post: Callable[..., None]
     weights: str
-    serving: tuple[Runner, KVCache, StatePool | None] | None
+    serving: tuple[Runner, MovedBlocks, MovedStates | None] | None
     arriving: dict[RequestId, Announced] = field(default_factory=dict[RequestId, Announced])
     writing: set[object] = field(default_factory=set[object])
 
@@ -60,12 +127,12 @@ class MigrationContext:
         return self._parts()[0]
 
     @property
-    def cache(self) -> KVCache:
-        """The KV cache; `MigrationAborted` if the model was unloaded."""
+    def cache(self) -> MovedBlocks:
+        """The KV blocks; `MigrationAborted` if the model was unloaded."""
         return self._parts()[1]
 
     @property
-    def states(self) -> StatePool | None:
+    def states(self) -> MovedStates | None:
         """The recurrent states, if the model has some; `MigrationAborted` if it was unloaded."""
         return self._parts()[2]
 
@@ -73,7 +140,7 @@ class MigrationContext:
         """Let go of the model, which is unloaded; no copy may be under way."""
         self.serving = None
 
-    def _parts(self) -> tuple[Runner, KVCache, StatePool | None]:
+    def _parts(self) -> tuple[Runner, MovedBlocks, MovedStates | None]:
         if self.serving is None:
             raise _gone()
         return self.serving
@@ -134,6 +201,20 @@ class MigrationContext:
             job.cancelled = True
             job.error = None  # an error and its job refer to each other, and would keep the blocks alive
 
+    async def beside(self, copy: Callable[[], None], size_bytes: int) -> None:
+        """Copy without the engine's thread, if any may: in this one if there are few bytes, else in another.
+
+        A cancellation waits for the end of such a copy, since blocks may be freed only when no copy writes to
+        them. The engine's thread frees none before a copy that it was asked for earlier.
+        """
+        if not self.cache.is_local:
+            await self.between_steps(partial(_in_one_piece, copy))
+        elif size_bytes <= PIECE_BYTES:
+            copy()
+            await checkpoint()
+        else:
+            await in_thread(copy)
+
     def queue_job(self, begin: Callable[[Runner, Mapping[int, Sequence]], Pieces]) -> None:
         """Queue a job on the engine's thread before everything that is queued later, without waiting.
 
@@ -178,16 +259,9 @@ def aborted(stage: str, because: str) -> MigrationAborted:
     )
 
 
-async def beside(copy: Callable[[], None], size_bytes: int) -> None:
-    """Copy without the engine's thread: in this thread if there are few bytes, else in another one.
-
-    A cancellation waits for the end of the copy, since blocks may be freed only when no copy writes to them.
-    """
-    if size_bytes <= PIECE_BYTES:
-        copy()
-        await checkpoint()
-    else:
-        await in_thread(copy)
+def _in_one_piece(copy: Callable[[], None], runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
+    copy()
+    yield
 
 
 def _gone() -> MigrationAborted:

@@ -17,7 +17,7 @@ from hotswap.backends.torch.adapters.slots import AdapterSlot
 from hotswap.backends.torch.arrival import Announced, Arrival
 from hotswap.backends.torch.blocks import runs_of
 from hotswap.backends.torch.kv import blocks_for
-from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted, beside
+from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted
 from hotswap.backends.torch.prefix import block_content, extend_keys, find_prefix, root_key
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sequence import Sequence
@@ -135,12 +135,12 @@ class TorchKVSink(KVSink):
         """Write blocks, and states if there are any; nothing is copied any more when this returns."""
         with self._copying():
             if len(data) <= max(_SMALL_BYTES, _SMALL_BLOCKS * self.layout.block_bytes):
-                await beside(partial(self._write_now, pages, data), len(data))
+                await self._context.beside(partial(self._write_now, pages, data), len(data))
             else:
                 await self._context.between_steps(partial(self._write, pages, data))
             pool, slot = self._context.states, self._slot
             if len(states) and pool is not None and slot is not None:
-                await beside(partial(pool.restore, slot, states), len(states))
+                await self._context.beside(partial(pool.restore, slot, states), len(states))
 
     @contextmanager
     def _copying(self) -> Generator[None]:

@@ -15,7 +15,7 @@ from anyio.lowlevel import checkpoint
 from torch import Tensor
 
 from hotswap.backends.torch.kv import blocks_for
-from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted, beside
+from hotswap.backends.torch.migration.context import PIECE_BYTES, MigrationContext, aborted
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sequence import Sequence
 from hotswap.backends.torch.worker import Pieces
@@ -55,7 +55,8 @@ class TorchKVSource(KVSource):
         await self.num_tokens()
         if size_bytes := self.layout.state_bytes:
             self._buffer = self._context.host_memory(size_bytes + _SPARE_BLOCKS * self.layout.block_bytes)
-            await beside(partial(self._buffer.numpy().fill, 0), size_bytes)  # the first write allocates it
+            fill = partial(self._buffer.numpy().fill, 0)  # the first write allocates it
+            await self._context.beside(fill, size_bytes)
 
     async def num_tokens(self) -> int:
         await self._context.between_steps(self._count)
@@ -108,7 +109,7 @@ class TorchKVSource(KVSource):
             raise aborted("copy", "the request has fewer tokens than that")
         if len(blocks) < num_blocks:
             raise aborted("copy", "the request has ended or was evicted")
-        await beside(partial(self._save, blocks, out, sequence.slot), len(out))
+        await self._context.beside(partial(self._save, blocks, out, sequence.slot), len(out))
         self._require_parked()  # its blocks are reused only after it has left `parked`
 
     def _require_parked(self) -> None:
@@ -152,8 +153,11 @@ class TorchKVSource(KVSource):
             yield
 
     def _park(self, runner: Runner, sequences: Mapping[int, Sequence]) -> Pieces:
-        sequence = self._sequence(runner, sequences)
-        runner.batcher.park(sequence)
+        runner.batcher.park(sequence := self._sequence(runner, sequences))
+        while runner.is_in_flight(sequence):  # a token is still to come
+            yield
+        if sequence not in runner.batcher.parked:
+            raise aborted("copy", "the request has ended or was evicted")
         self._tokens, self._num_tokens = tuple(sequence.tokens), sequence.num_computed
         self._parked = sequence
         self._read_rest(sequence)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from hotswap.backends.torch.forward import Forward, Piece, Work
-from hotswap.backends.torch.kv import blocks_for
+from hotswap.backends.torch.kv import LayerShape, blocks_for
+from hotswap.backends.torch.parallel.kv import RankedBlocks, RankedStates
 from hotswap.backends.torch.parallel.messages import Step
 from hotswap.backends.torch.parallel.processes import Ranks
 
@@ -29,6 +31,11 @@ class RankedForward(Forward):
         block_tokens: Tokens per block.
         keeps_states: Whether requests have recurrent states: each rank has those of its own layers.
         num_snapshots: How many snapshots of states there is room for.
+        layers: What a request keeps in each layer, by rank.
+
+    Attributes:
+        cache: The KV blocks of all ranks, to copy them; `None` if some are on other nodes.
+        states: The recurrent states of all ranks, likewise; `None` if there are none.
     """
 
     def __init__(
@@ -41,11 +48,15 @@ class RankedForward(Forward):
         block_tokens: int,
         keeps_states: bool,
         num_snapshots: int,
+        layers: Sequence[Sequence[LayerShape]],
     ) -> None:
         self.num_blocks, self.size_bytes, self.depth = num_blocks, size_bytes, len(logits)
         self.keeps_states, self.num_snapshots = keeps_states, num_snapshots
         self._ranks, self._logits, self._block_tokens = ranks, logits, block_tokens
         self._slot = 0
+        is_here = all(ranks.is_here)
+        self.cache = RankedBlocks(ranks, layers, block_tokens) if is_here else None
+        self.states = RankedStates(ranks, layers) if is_here and keeps_states else None
         self._under_way: deque[tuple[int, Tensor]] = deque()
 
     def submit(self, work: Work) -> None:

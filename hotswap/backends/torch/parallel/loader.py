@@ -16,6 +16,7 @@ from torch import Tensor
 from hotswap.backends.layouts import require_modules
 from hotswap.backends.notifier import StatusNotifier
 from hotswap.backends.torch.compatibility import check_config
+from hotswap.backends.torch.fingerprint import fingerprint_of
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS
 from hotswap.backends.torch.kv import KVCache, LayerShape, bytes_per_token, state_bytes
 from hotswap.backends.torch.loading import KVBudget, LoadedModel, Loader
@@ -62,6 +63,7 @@ class RankedModel(LoadedModel):
         layers: What a request keeps in each layer, by rank.
         rank_bytes: The memory of the weights, by rank.
         logits: `[slots, rows, num_logits]` in fp32, shared with the ranks.
+        fingerprint: See `LoadedModel`; it covers how the ranks are arranged.
     """
 
     loader: RankedLoader
@@ -72,6 +74,7 @@ class RankedModel(LoadedModel):
     layers: tuple[tuple[LayerShape, ...], ...]
     rank_bytes: tuple[int, ...]
     logits: Tensor
+    fingerprint: str = ""
 
     @property
     def own_bytes(self) -> int:
@@ -223,6 +226,7 @@ class RankedLoader(Loader):
             block_tokens=size,
             keeps_states=bool(state_bytes(every)),
             num_snapshots=count,
+            layers=model.layers,
         )
 
     async def release(self, model: RankedModel) -> None:
@@ -360,7 +364,13 @@ class RankedLoader(Loader):
             layers=layers,
             rank_bytes=rank_bytes,
             logits=logits,
+            fingerprint=fingerprint_of(manifest, self._format(weights)),
         )
+
+    def _format(self, weights: Sequence[PartWeights]) -> str:
+        """Return everything but the stored weights that the bits of KV blocks and their order depend on."""
+        dtype = main_dtype([spec for part in weights for spec in part.specs])
+        return f"{self._ranks.devices[0].split(':')[0]} {dtype} tp={self.grid.tp} pp={self.grid.pp}"
 
     def _bind(
         self, manifest: Manifest, skeleton: Skeleton, weights: Sequence[PartWeights]

@@ -28,6 +28,8 @@ __all__ = [
     "ReadTotal",
     "ReadWeights",
     "Reply",
+    "RestoreKV",
+    "SaveKV",
     "Setup",
     "Step",
 ]
@@ -133,6 +135,34 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveKV:
+    """Reply with the content of KV blocks, or with the states in a slot.
+
+    Attributes:
+        blocks: The blocks.
+        slot: The slot; `None` for blocks.
+    """
+
+    blocks: tuple[int, ...] = ()
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreKV:
+    """Fill KV blocks that no request reads yet, or a slot that none has, with what `SaveKV` has replied.
+
+    Attributes:
+        blocks: The blocks.
+        data: Their content.
+        slot: The slot; `None` for blocks.
+    """
+
+    blocks: tuple[int, ...] = ()
+    data: bytes = b""
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Release the model and its blocks, if there are any."""
 
@@ -142,7 +172,9 @@ class GetStats:
     """Do nothing but reply, with the counters of `Done`."""
 
 
-Command: TypeAlias = Setup | Bind | ReadWeights | BindRead | OpenCache | Step | Drop | GetStats
+Command: TypeAlias = (
+    Setup | Bind | ReadWeights | BindRead | OpenCache | Step | SaveKV | RestoreKV | Drop | GetStats
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +209,14 @@ class Done:
         layers: In a preflight, what a request keeps in each layer of the stage, for layers used so far.
         sent_bytes: The bytes that the rank has sent to the next stage since it started.
         read: What was read for a `ReadWeights`, in the reply of one rank of the stage; else `None`.
+        data: The rank's part of what a `SaveKV` asks for.
     """
 
     number: int
     layers: tuple[LayerShape, ...] = ()
     sent_bytes: int = 0
     read: ReadTotal | None = None
+    data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

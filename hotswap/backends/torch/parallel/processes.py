@@ -23,6 +23,8 @@ from hotswap.backends.torch.parallel.messages import (
     NumberedCommand,
     ReadTotal,
     ReadWeights,
+    RestoreKV,
+    SaveKV,
     Setup,
     Step,
 )
@@ -189,6 +191,17 @@ class Ranks:
         recipients = self._ranks if is_preflight else [r for r in self._ranks if r.position.is_last]
         return self._collect(recipients, number)
 
+    def copy(self, commands: Sequence[SaveKV] | Sequence[RestoreKV]) -> list[Done]:
+        """Have all ranks copy KV blocks or states after the steps that were sent, and return their replies.
+
+        Raises:
+            InstanceError: a rank failed to copy.
+            InstanceLost: a rank ended or did not reply in time.
+        """
+        self._number += 1
+        self._send(self._stages, commands)
+        return self._collect(self._ranks, self._number, keeps_earlier=True)
+
     def kill(self) -> None:
         """Kill all ranks; calls that wait for them fail with `InstanceLost`. Thread-safe."""
         with self._lock:
@@ -245,8 +258,10 @@ class Ranks:
             if any(rank.ended for rank in stage.ranks):
                 raise self._loss()
 
-    def _collect(self, recipients: Sequence[RankState], number: int) -> list[Done]:
-        """Return the replies of ranks to one command, in order; drop replies to earlier commands."""
+    def _collect(
+        self, recipients: Sequence[RankState], number: int, *, keeps_earlier: bool = False
+    ) -> list[Done]:
+        """Return the replies of ranks to one command, in order; earlier ones are dropped, or kept."""
         deadline_s = monotonic() + self.timeout_s
         while missing := [rank for rank in recipients if number not in rank.inbox]:
             if any(rank.ended for rank in self._ranks):
@@ -258,7 +273,11 @@ class Ranks:
                 )
         answers = [rank.inbox[number] for rank in recipients]
         for rank in self._ranks:
-            rank.inbox = {key: reply for key, reply in rank.inbox.items() if key > number}
+            rank.inbox = {
+                key: reply
+                for key, reply in rank.inbox.items()
+                if key > number or (keeps_earlier and key < number)
+            }
         for rank, answer in zip(recipients, answers, strict=True):
             if isinstance(answer, Failed):
                 raise _error(rank.position, answer, self.engine, InstanceError)

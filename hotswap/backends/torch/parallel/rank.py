@@ -34,6 +34,8 @@ from hotswap.backends.torch.parallel.messages import (
     OpenCache,
     ReadWeights,
     Reply,
+    RestoreKV,
+    SaveKV,
     Setup,
     Step,
 )
@@ -116,6 +118,10 @@ class _Rank:
                     self._bound.open_cache(command)
             case Step():
                 return self._step(number, command)
+            case SaveKV():
+                return Done(number, data=self._bound.save_kv(command))
+            case RestoreKV():
+                self._bound.restore_kv(command)
             case Drop():
                 self._drop()
             case GetStats():

@@ -17,7 +17,7 @@ from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.parallel import plan, stages
 from hotswap.backends.torch.parallel.collectives import Boundary, Group
 from hotswap.backends.torch.parallel.grid import RankPosition
-from hotswap.backends.torch.parallel.messages import Bind, OpenCache, Step
+from hotswap.backends.torch.parallel.messages import Bind, OpenCache, RestoreKV, SaveKV, Step
 from hotswap.backends.torch.parallel.part import part_of
 from hotswap.backends.torch.preflight import symptom_of_scores
 from hotswap.backends.torch.recurrent.states import StatePool
@@ -131,6 +131,29 @@ class Stage:
             states.copy(work.saved)
         if command.is_preflight:
             self._check(None if command.eager else batch.step)
+
+    def save_kv(self, command: SaveKV) -> bytes:
+        """Return this stage's part of KV blocks or states."""
+        assert self._cache is not None, "the engine opens a cache before it copies from it"
+        if command.slot is None:
+            out = torch.empty(len(command.blocks) * self._cache.block_bytes, dtype=torch.uint8)
+            self._cache.save(command.blocks, out)
+        else:
+            out = torch.empty(0 if self._states is None else self._states.slot_bytes, dtype=torch.uint8)
+            if self._states is not None:
+                self._states.save(command.slot, out)
+        return out.numpy().tobytes()
+
+    def restore_kv(self, command: RestoreKV) -> None:
+        """Fill this stage's part of KV blocks or states."""
+        assert self._cache is not None, "the engine opens a cache before it copies to it"
+        if not command.data:
+            return
+        data = torch.frombuffer(bytearray(command.data), dtype=torch.uint8)
+        if command.slot is None:
+            self._cache.restore(command.blocks, data)
+        elif self._states is not None:
+            self._states.restore(command.slot, data)
 
     def _check(self, step: attention.Step | None) -> None:
         """Refuse the model if routers disagree, or a layer did not do once in a step what layers of it do."""
