@@ -95,9 +95,11 @@ class LeastTimeRouter(Router):
         waiting = _waiting(request, fleet)
         num_computed, copy_s = self._resume(request, waiting, fleet)
         soonest = self._soonest(request, num_computed, fleet)
-        if soonest is None or waiting is None or waiting.last_instance not in fleet.ids:
+        if soonest is None or waiting is None or (left := waiting.last_instance) is None:
             return soonest
-        last = fleet.instance(waiting.last_instance)
+        if left not in fleet.ids:
+            return soonest
+        last = fleet.instance(left)
         if not (kept := num_kept(waiting, last)) or not is_candidate(last, request, like=soonest):
             return soonest
         last_s = self._here_s(request, request.num_tokens - kept, last)
