@@ -50,6 +50,17 @@ class KVPrefix:
         identity = (salt, layout.weights, layout.adapter, layout.block_tokens, layout.layers)
         self._keys = [_digest(repr((*identity, layout.block_bytes, layout.states)).encode())]
 
+    def under(self, root: str) -> KVPrefix:
+        """Return the same tokens under another root, which also names what `root` tells.
+
+        For a store that other processes share, or that outlives them: what this process has in common with
+        itself, as versions of libraries, they need not.
+        """
+        other = KVPrefix(self.layout, ())
+        other.tokens, other.num_full = self.tokens, self.num_full
+        other._keys = [_digest(self._keys[0] + root.encode())]
+        return other
+
     @property
     def num_blocks(self) -> int:
         """How many blocks the tokens need; the last may be partly full."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from hotswap.action import MigrationMethod, MigrationRecord
@@ -53,6 +53,9 @@ class KVLayout:
         block_bytes: Bytes of one block, all layers.
         states: Each recurrent state of a request: `(layer, shape, dtype)`. None for most models.
         state_bytes: Bytes of the states of one request, all layers.
+        computed_by: What else the bits of keys and values depend on: versions of libraries and kernels, and
+            the device. Blocks move between engines that differ in it, but a store finds them across
+            processes, or after a restart, under the same value alone; under "" never.
     """
 
     model: ModelId
@@ -63,6 +66,7 @@ class KVLayout:
     block_bytes: int
     states: tuple[tuple[int, tuple[int, ...], str], ...] = ()
     state_bytes: int = 0
+    computed_by: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

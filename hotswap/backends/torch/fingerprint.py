@@ -1,15 +1,18 @@
-"""Identifiers of a model's stored bytes, and fingerprints of weights together with their compute format."""
+"""Identifiers of a model's stored bytes, and of all else that what it computes depends on."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable
 
+import torch
+
 from hotswap.backends.torch.linear import products_of
 from hotswap.backends.torch.modeling import Skeleton
+from hotswap.backends.versions import versions_of
 from hotswap.model import Manifest
 
-__all__ = ["compute_format", "fingerprint_of", "weights_key"]
+__all__ = ["compute_format", "computed_by", "fingerprint_of", "weights_key"]
 
 
 def weights_key(manifest: Manifest) -> Hashable | None:
@@ -26,6 +29,15 @@ def compute_format(skeleton: Skeleton) -> str:
     parts = [str(skeleton.dtype), "quantized" if skeleton.fp8_linears else ""]
     parts.append(products_of(skeleton.linears) if skeleton.linears else "")
     return " ".join(part for part in parts if part)
+
+
+def computed_by(device: torch.device) -> str:
+    """Return what the bits of a bound model depend on beside the model: libraries and a device."""
+    versions = versions_of("hotswap", "torch", "transformers", "triton", "numba", "llvmlite")
+    if device.type != "cuda":
+        return f"{versions} on {device.type} {torch.backends.cpu.get_cpu_capability()}"
+    capability = torch.cuda.get_device_capability(device)
+    return f"{versions} on {torch.cuda.get_device_name(device)} {capability}, CUDA {torch.version.cuda}"
 
 
 def fingerprint_of(manifest: Manifest, compute_format: str) -> str:

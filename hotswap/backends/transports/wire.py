@@ -260,6 +260,7 @@ def layout_of(message: Message) -> KVLayout:
             block_bytes=fields.size("block_bytes"),
             states=tuple(_state(fields, state) for state in _list(fields, "states")),
             state_bytes=fields.size("state_bytes"),
+            computed_by=fields.text("computed_by"),
         )
 
 

@@ -121,6 +121,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
         "vllm.platforms:current_platform": (),
         "vllm.platforms.interface:Platform.is_cpu": (),
+        "vllm.platforms.interface:Platform.get_device_name": ("device_id",),
         "vllm.platforms.interface:Platform.get_device_total_memory": ("device_id",),
         "vllm.envs:VLLM_USE_V2_MODEL_RUNNER": (),
         "vllm.triton_utils:HAS_TRITON": (),

@@ -74,6 +74,7 @@ LAYOUTS = st.builds(
         st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.text()), max_size=5
     ).map(tuple),
     block_bytes=st.integers(0, 2**40),
+    computed_by=st.text(),
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -99,7 +100,8 @@ def test_a_request_whose_texts_have_countless_brackets_comes_back(text: str) -> 
 
 @given(LAYOUTS)
 def test_a_layout_comes_back(layout: KVLayout) -> None:
-    assert wire.layout_of(wire.unpack(wire.pack("done", 1, layout=wire.layout_fields(layout)))) == layout
+    back = wire.layout_of(wire.unpack(wire.pack("done", 1, layout=wire.layout_fields(layout))))
+    assert (back, back.computed_by) == (layout, layout.computed_by)
 
 
 def test_errors_come_back_with_stage_and_message() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hotswap.backends.life import Life
 from hotswap.backends.torch.arrival import Announced
+from hotswap.backends.torch.fingerprint import computed_by
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.sequence import Sequence
@@ -172,6 +173,7 @@ class MigrationContext:
             block_bytes=self.cache.block_bytes,
             states=() if states is None else states.format,
             state_bytes=0 if states is None else states.slot_bytes,
+            computed_by=computed_by(self.cache.device),
         )
 
     def host_memory(self, size_bytes: int) -> Tensor:

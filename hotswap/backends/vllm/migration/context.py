@@ -6,14 +6,16 @@ import mmap
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 from hotswap.backends.life import Life
+from hotswap.backends.versions import versions_of
 from hotswap.backends.vllm.core import Core
 from hotswap.backends.vllm.inside.blocks import METHOD
 from hotswap.backends.vllm.inside.pages import BlockShape
+from hotswap.backends.vllm.names import named
 from hotswap.errors import MigrationAborted, UnsupportedModel
 from hotswap.migration import KVLayout
 from hotswap.request import AdapterId, ModelId, Request
@@ -22,6 +24,13 @@ __all__ = ["PIECE_BYTES", "MigrationContext", "SharedPages", "aborted", "block_s
 
 # Bytes that are copied in one go, between two steps; a block is the least.
 PIECE_BYTES = 8 << 20
+
+
+@cache
+def _computed_by() -> str:
+    """Return what blocks depend on beside the model: libraries and the device."""
+    device = named("vllm.platforms:current_platform").get_device_name()
+    return f"{versions_of('hotswap', 'vllm', 'torch', 'transformers', 'triton')} on {device}"
 
 
 async def block_shape(core: Core) -> BlockShape | None:
@@ -75,6 +84,7 @@ class MigrationContext:
             block_tokens=tokens,
             layers=layers,
             block_bytes=self.shape.block_bytes,
+            computed_by=_computed_by(),
         )
 
     def refuse_if_gone(self) -> None:
