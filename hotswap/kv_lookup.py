@@ -54,6 +54,11 @@ class KVLookup:
             self.view()
         return self._tier
 
+    def has(self, model: ModelId) -> bool:
+        """Whether the store has blocks that were computed by a model of this name."""
+        view = self.view()
+        return view is not None and any(stored.model == model for stored in view.models)
+
     def layout(self, model: ModelId, adapter: AdapterId | None) -> KVLayout | None:
         """Return the layout that blocks of a model had last; `None` if none were saved or restored."""
         return self._layouts.get((model, adapter))

@@ -13,6 +13,7 @@ import anyio
 from hotswap import telemetry as tm
 from hotswap.loop_time import current_time
 from hotswap.migration import KVSink, SupportsMigration
+from hotswap.request import ModelId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.kv_context import CHUNK_BYTES, KVContext, logged
@@ -56,6 +57,13 @@ class RestoreQueue:
     limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MOST_RESTORES))
     copying: anyio.Lock = field(default_factory=anyio.Lock)
     _filling: dict[bytes, anyio.Event] = field(default_factory=dict[bytes, anyio.Event])
+    _asked: set[ModelId] = field(default_factory=set[ModelId])
+
+    def is_first(self, model: ModelId) -> bool:
+        """Whether this is asked for a model for the first time."""
+        is_first = model not in self._asked
+        self._asked.add(model)
+        return is_first
 
     @asynccontextmanager
     async def alone(self, key: bytes) -> AsyncGenerator[None]:

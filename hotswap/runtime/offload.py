@@ -168,18 +168,24 @@ class Offload:
             self._write_through_s = None  # one task is enough
             self._lifetime.tasks.start_soon(self._write_through, every_s)
         request, num_tokens = active.remaining, 0
-        layout = self._context.lookup.layout(request.model, request.adapter)
+        lookup = self._context.lookup
+        layout = lookup.layout(request.model, request.adapter)
         # Log-probabilities of a prompt are told of what is computed.
         is_told = request.sampling.prompt_logprobs is not None and not request.generated
-        if layout is None or is_told or not isinstance(instance.engine, SupportsMigration):
+        if is_told or not isinstance(instance.engine, SupportsMigration):
             return NO_RESTORE
-        prefix = self._context.lookup.prefix(layout, request.tokens[:-1])
+        if (queue := self._queues.get(instance)) is None:
+            queue = self._queues[instance] = RestoreQueue()
+        if layout is None:  # the store may have blocks of an earlier fleet, whose layout the instance tells
+            if not (request.adapter is None and lookup.has(request.model) and queue.is_first(request.model)):
+                return NO_RESTORE
+            key = request.model.encode()
+            return Restore(self._context, active, instance, key, span, queue, self._lifetime)
+        prefix = lookup.prefix(layout, request.tokens[:-1])
         with logged("looked up", request.id):
             num_tokens = self._context.store.lookup(prefix)
         if not num_tokens or not self._is_sooner_copied(num_tokens, layout):
             return NO_RESTORE
-        if (queue := self._queues.get(instance)) is None:
-            queue = self._queues[instance] = RestoreQueue()
         key = prefix.key(num_tokens // layout.block_tokens // 2)
         return Restore(self._context, active, instance, key, span, queue, self._lifetime)
 
