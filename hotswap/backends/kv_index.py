@@ -254,10 +254,13 @@ class KVIndex(Generic[PlaceT]):
         """Remove a block that none follows and that is not leased, with the bytes that it takes."""
         assert not block.num_leases, "a leased block is removed"
         assert block.key not in self._children, "a block is removed before those that follow it"
-        self.lose(block)
+        self._take_out(block)
 
     def lose(self, block: StoredBlock[PlaceT]) -> None:
         """Remove a block whatever follows it, which is found again once such a block has been added again."""
+        self._take_out(block)
+
+    def _take_out(self, block: StoredBlock[PlaceT]) -> None:
         del self._blocks[block.key]
         siblings = self._children[block.parent]
         del siblings[block.key]

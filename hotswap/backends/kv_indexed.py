@@ -120,6 +120,11 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
 
     # ------------------------------------------------------------------ leases and puts
 
+    @asynccontextmanager
+    async def changing(self) -> AsyncGenerator[None]:
+        """A block in which blocks that were filled are added to the index; nothing is awaited in it."""
+        yield
+
     def opened(self, number: int) -> None:
         """Count a lease or a put that begins (1) or ends (-1)."""
         self._num_open += number
@@ -281,23 +286,27 @@ class _Put(KVPut, Generic[PlaceT]):
         places, size = self._places[: count - skipped], count * layout.block_bytes
         if places:
             await self._store.fill(places, pages.data[skipped * layout.block_bytes : size])
-            for _ in places:
-                self._keep(self._places.pop(0))
+            async with self._store.changing():
+                for _ in places:
+                    self._keep(self._places[0])
+                    del self._places[0]
         else:
             await checkpoint()
         has_states = len(pages.data) == size + layout.state_bytes and end == len(self._prefix.tokens)
         if self._state_places and has_states:
             await self._store.fill(self._state_places, pages.data[size:])
-            self._keep_states(self._state_places.pop())
+            async with self._store.changing():
+                self._keep_states(self._state_places[0])
+                self._state_places.clear()
 
     def _keep(self, place: PlaceT) -> None:
         """Have a block be found that was copied, unless another put has stored it meanwhile."""
         prefix, at = self._prefix, self._next
-        self._next += 1
         tokens = prefix.tokens_of(at)
         worth = self._worth * len(tokens) / self._layout.block_tokens
         key, parent = prefix.key(at), prefix.parent(at)
         self._add(StoredBlock(key, parent, tokens, self._layout.model, place, self._size, worth))
+        self._next += 1
 
     def _keep_states(self, place: PlaceT) -> None:
         """Have states be found that were copied, likewise; the block before them is leased."""

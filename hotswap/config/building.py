@@ -260,6 +260,8 @@ def _kv_store(config: KVStoreConfig | None) -> KVStore | None:
                 disk = _given(config, "directory"), _given(config, "disk_budget")
                 tiers = _found(stores, "HostKVStore")(config.budget), _found(stores, "NvmeKVStore")(*disk)
                 made = _found(stores, "TieredKVStore")(*tiers)
+            case "shared":
+                made = _found(stores, "SharedKVStore")(_given(config, "directory"), config.budget)
             case "sim":
                 made = _found("hotswap.backends.sim", "SimKVStore")(config.budget)
         return cast("KVStore", made)

@@ -63,11 +63,13 @@ class StoreConfig(_Section):
 class KVStoreConfig(_Section):
     """Where KV blocks are kept across swaps, `[kv_store]`."""
 
-    kind: Literal["host", "nvme", "tiered", "sim"] = Field(
-        default="host", description="memory, a local disk, or both"
+    kind: Literal["host", "nvme", "tiered", "shared", "sim"] = Field(
+        default="host", description="memory, a local disk, both, or memory that processes share"
     )
     budget: str | int = Field(description="the most bytes, in memory (`nvme`: on the disk)")
-    directory: str | None = Field(default=None, description="of `nvme` and `tiered`: where files are")
+    directory: str | None = Field(
+        default=None, description="of `nvme`, `tiered` and `shared`: where files are"
+    )
     disk_budget: str | int | None = Field(default=None, description="of `tiered`: the most bytes on the disk")
     write_through_s: float | None = Field(
         default=None, description="seconds between saves of requests that run, for when an engine is lost"

@@ -106,6 +106,7 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
     [
         ('budget = "64 MiB"', "host", 64 << 20),
         ('kind = "nvme"\nbudget = "1 GiB"\ndirectory = "."', "nvme", 1 << 30),
+        ('kind = "shared"\nbudget = "1 GiB"\ndirectory = "shared"', "shared", 1 << 30),
         (
             'kind = "tiered"\nbudget = "64 MiB"\ndirectory = "."\ndisk_budget = "1 GiB"',
             "host+nvme",
@@ -142,6 +143,7 @@ def test_kv_blocks_are_kept_where_a_file_says(
         ('budget = "1 GiB"', 'budget = "much"', "kv_store: capacity is 'much'"),
         ('kind = "sim"\nbudget', 'kind = "disk"\nbudget', "kv_store.kind: "),
         ('kind = "sim"\nbudget', 'kind = "nvme"\nbudget', "kv_store: directory is missing"),
+        ('kind = "sim"\nbudget', 'kind = "shared"\nbudget', "kv_store: directory is missing"),
         ("write_through_s = 60", "write_through_s = 0", "kv_write_through_s is 0"),
         (
             'kind = "sim"\nbudget',

@@ -49,6 +49,7 @@ NOT_EXPORTED = {
     "hotswap.backends.kv_indexed.IndexedKVStore": "a place of a `TieredKVStore` names its tier",
     "hotswap.backends.kv_stores.page_file.FilePlace": "its index has an `NvmeKVStore` place blocks by them",
     "hotswap.backends.kv_stores.pages.Pages": "its index has a `HostKVStore` place blocks by them",
+    "hotswap.backends.kv_stores.shared_directory.BlockFile": "the same of a `SharedKVStore`",
     "hotswap.backends.kv_stores.tiered.TierPlace": "its index has a `TieredKVStore` place blocks by them",
     "hotswap.backends.stores.disk_directory.Admission": "`TieredStore` copies a model to its disk by `admit`",
     "hotswap.backends.stores.files.FileCalls": "tests of the stores inject faults by it",

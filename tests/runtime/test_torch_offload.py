@@ -25,7 +25,7 @@ from hotswap import (
     Sampling,
 )
 from hotswap.abc import KVLayout, KVStore
-from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, TieredKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, SharedKVStore, TieredKVStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.errors import SwapFailed, SwapRefused
 from hotswap.kv_lookup import KVLookup
@@ -45,6 +45,10 @@ UNDISTURBED: list[list[int]] = []
 
 @pytest.fixture(scope="module")
 def store() -> DictStore:
+    return make_store()
+
+
+def make_store() -> DictStore:
     store = DictStore()
     for seed, (name, kind) in enumerate({"a": "llama", "b": "qwen3"}.items()):
         store.add(name, make_model(kind, seed=seed))
@@ -209,6 +213,16 @@ def _tiered(directory: Path, size_bytes: int) -> TieredKVStore:
     return TieredKVStore(HostKVStore(4 * BLOCK_BYTES), disk, headroom=2 * BLOCK_BYTES)
 
 
+async def test_tokens_are_those_of_an_undisturbed_run_of_two_fleets_that_share_blocks(
+    store: DictStore, tmp_path: Path
+) -> None:
+    async with anyio.create_task_group() as tasks:
+        for weights in (store, make_store()):
+            tasks.start_soon(_swap_and_compare, weights, SharedKVStore(tmp_path / "shared", 1 << 24), 4096)
+    num_restored, _ = await _swap_and_compare(store, SharedKVStore(tmp_path / "shared", 1 << 24), 800)
+    assert num_restored > 0
+
+
 async def _swap_and_compare(store: DictStore, kv_store: KVStore, kv_tokens: int) -> tuple[int, int]:
     """Swap away and back three times; return how many tokens were restored and requests saved."""
     engine = make_engine("e0", kv_tokens)
@@ -257,6 +271,22 @@ async def test_a_chat_finds_its_history_after_its_model_was_away(store: DictStor
             history += prompt(turn, 15)
             await fleet.swap("e0", to="b")
             await fleet.swap("e0", to="a")
+
+
+async def test_a_chat_finds_its_history_after_its_service_was_started_anew(
+    store: DictStore, tmp_path: Path
+) -> None:
+    """By its first request already, which tells the layout of blocks."""
+    history, num_before = PROMPTS[0], 0
+    for turn in range(4):
+        async with make_fleet(store, SharedKVStore(tmp_path / "shared", "64 MiB")) as fleet:
+            await fleet.swap("e0", to="a")
+            answer = await fleet.generate("a", history, Sampling(max_tokens=20, ignore_eos=True))
+            assert num_before - answer.usage.reused_tokens <= 32
+            history += tuple(token.id for token in answer.tokens)
+            num_before = len(history)
+            history += prompt(turn, 15)
+            await fleet.swap("e0", to="b")
 
 
 async def test_requests_of_one_prompt_are_restored_with_one_copy_of_it(store: DictStore) -> None:

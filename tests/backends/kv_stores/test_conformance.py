@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, TieredKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, SharedKVStore, TieredKVStore
 from hotswap.backends.sim import SimKVStore
 from hotswap.testing.conformance import KVStoreConformance
 
@@ -25,6 +25,11 @@ class OnADisk(KVStoreConformance):
 class TestNvmeKVStore(OnADisk):
     def make_store(self, capacity_bytes: int) -> NvmeKVStore:
         return NvmeKVStore(self._path, capacity_bytes)
+
+
+class TestSharedKVStore(OnADisk):
+    def make_store(self, capacity_bytes: int) -> SharedKVStore:
+        return SharedKVStore(self._path / "shared", capacity_bytes)
 
 
 class TestTieredKVStore(OnADisk):
