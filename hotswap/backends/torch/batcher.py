@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from hotswap.backends.torch.arrival import Arrival
-from hotswap.backends.torch.blocks import BlockPool, Copy
+from hotswap.backends.torch.blocks import BlockPool, Content, Copy
 from hotswap.backends.torch.forward import MAX_SCORED_ROWS
 from hotswap.backends.torch.kv import blocks_for
 from hotswap.backends.torch.prefix import Prefix, block_content, extend_keys, find_continued, find_prefix
@@ -396,10 +396,11 @@ class Batcher:
         """Publish the first `num_tokens` tokens of a request's block to the prefix cache."""
         if not self._prefix_reuse:
             return
-        tokens, first = sequence.tokens, at * self.block_tokens
-        extend_keys(sequence.keys, sequence.root, tokens, self.block_tokens, num_blocks=at)
-        parent = sequence.keys[at - 1] if at else sequence.root
-        content = block_content(parent, tokens[first : first + num_tokens])
+        keys, first = sequence.keys, at * self.block_tokens
+        tokens, is_full = sequence.tokens[first : first + num_tokens], num_tokens == self.block_tokens
+        extend_keys(keys, sequence.root, sequence.tokens, self.block_tokens, num_blocks=at + is_full)
+        parent = keys[at - 1] if at else sequence.root
+        content = Content(keys[at], parent, tuple(tokens)) if is_full else block_content(parent, tokens)
         self.blocks.publish(sequence.blocks[at], content)
 
     def _retract(self, sequence: Sequence, num_computed: int) -> None:
