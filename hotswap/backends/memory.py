@@ -175,7 +175,7 @@ def map_shared(size_bytes: int) -> tuple[mmap.mmap, int]:
             os.close(file)
             raise
     except (OSError, ValueError) as exc:
-        raise MemoryError(f"There is no room for {size_bytes:,} bytes of shared memory.") from exc
+        raise MemoryError(f"There is no shared memory of {size_bytes:,} bytes: {exc}.") from exc
 
 
 def _nameless_file() -> int:

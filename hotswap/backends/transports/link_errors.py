@@ -22,7 +22,7 @@ class ProtocolError(Exception):
 def link_broken(reason: str) -> MigrationAborted:
     """Return the error of a broken link."""
     return MigrationAborted(
-        f"{_BROKEN}{reason}.{_GOES_ON}",
+        f"{_BROKEN}{reason.removesuffix('.')}.{_GOES_ON}",
         stage="link",
     )
 
@@ -30,7 +30,7 @@ def link_broken(reason: str) -> MigrationAborted:
 def no_link(where: str, reason: str) -> MigrationAborted:
     """Return the error of a connection that did not become a link."""
     return MigrationAborted(
-        f"{where} cannot be reached, or gives no link: {reason}.{_NO_LINK_GOES_ON}",
+        f"{where} cannot be reached, or gives no link: {reason.removesuffix('.')}.{_NO_LINK_GOES_ON}",
         stage="link",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -64,6 +65,23 @@ async def test_the_directory_and_the_socket_are_for_one_user(mask: int, tmp_path
             async with await connect_shared(path) as channel:
                 await move(channel)
     assert os.listdir(path.parent) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is in files here")
+async def test_the_reason_why_there_is_no_memory_for_a_link_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    path = tmp_path / "links" / "s"
+    async with served_at(path, RecordingEngine()):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "memfd_create", no_file)
+            with pytest.raises(MigrationAborted, match=r"Too many open files\. The request"):
+                await connect_shared(path)
+        async with await connect_shared(path) as channel:
+            await move(channel)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o711, 0o770, 0o1777])
