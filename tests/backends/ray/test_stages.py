@@ -32,6 +32,7 @@ from tests.backends.torch.parallel.support import (
     tokens_of,
 )
 from tests.backends.torch.zoo import generate, make_model
+from tests.patience import PATIENCE_S
 
 NUM_TOKENS = 120
 HEAD = NODES[0]
@@ -39,7 +40,7 @@ HEAD = NODES[0]
 
 def ranked_engine(id: str, root: Path) -> TorchEngine:
     """An engine whose first stage Ray places on another node; called in an actor."""
-    return make_engine(id, tp=2, pp=2, stage_nodes=[RayStage(partial(NvmeStore, root), start_s=60.0)])
+    return make_engine(id, tp=2, pp=2, stage_nodes=[RayStage(partial(NvmeStore, root), start_s=PATIENCE_S)])
 
 
 def whole_engine(id: str) -> TorchEngine:
@@ -69,7 +70,13 @@ async def test_streams_of_an_engine_over_two_nodes_go_on_when_one_is_lost_and_it
     makers = {"ranked": partial(ranked_engine, "ranked", root), "whole": partial(whole_engine, "whole")}
     places = {"ranked": home, "whole": HEAD}
     engines = [
-        RayEngine(id, make, partial(NvmeStore, root), options={"label_selector": {"at": places[id]}})
+        RayEngine(
+            id,
+            make,
+            partial(NvmeStore, root),
+            options={"label_selector": {"at": places[id]}},
+            start_s=PATIENCE_S,
+        )
         for id, make in makers.items()
     ]
     clients = Clients(engines, NvmeStore(root), prompts)
@@ -121,7 +128,7 @@ async def test_the_ranks_of_a_stage_read_their_weights_from_the_nodes_of_other_a
     has = RayEngine(
         "has", partial(sim_engine, "has"), partial(node_store, root, has_shards=True), options=other
     )
-    stage = RayStage(partial(node_store, root, has_shards=False), options=own, start_s=60.0)
+    stage = RayStage(partial(node_store, root, has_shards=False), options=own, start_s=PATIENCE_S)
     async with (
         has,
         LinkedStore("has", has.open_store_channel) as near,
@@ -129,7 +136,7 @@ async def test_the_ranks_of_a_stage_read_their_weights_from_the_nodes_of_other_a
         make_engine(pp=2, stage_nodes=[stage]) as engine,
     ):
         await near.prefetch(ModelId("m"))
-        with anyio.fail_after(60):
+        with anyio.fail_after(PATIENCE_S):
             while engine.status().state is not InstanceState.SERVING:
                 with suppress(StoreError):  # until the actors have found each other
                     await engine.load(await card_of(store, "m"), store)
