@@ -17,7 +17,7 @@ from torch import Tensor
 from hotswap import Fleet, FleetStream, Model, ModelId, Sampling
 from hotswap.abc import KVStore
 from hotswap.backends.kv_index import Found, KVIndex
-from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, TieredKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, SharedKVStore, TieredKVStore
 from hotswap.backends.kv_stores.pages import Pages
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.torch.recurrent import StatePool
@@ -38,6 +38,7 @@ KV_STORES: dict[str, Callable[[Path], KVStore]] = {
     "both": lambda directory: TieredKVStore(
         HostKVStore("256 KiB"), NvmeKVStore(directory, "16 MiB"), headroom="128 KiB"
     ),
+    "shared": lambda directory: SharedKVStore(directory / "shared", "16 MiB"),
     "too small": lambda directory: HostKVStore("100 KiB"),
 }
 
