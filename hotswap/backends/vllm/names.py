@@ -119,6 +119,7 @@ RELIED_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "engine_idx",
         ),
         "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
+        "vllm:__version__": (),  # builds for CPUs have another name as packages
         "vllm.platforms:current_platform": (),
         "vllm.platforms.interface:Platform.is_cpu": (),
         "vllm.platforms.interface:Platform.get_device_name": ("device_id",),

@@ -29,8 +29,9 @@ PIECE_BYTES = 8 << 20
 @cache
 def _computed_by() -> str:
     """Return what blocks depend on beside the model: libraries and the device."""
-    device = named("vllm.platforms:current_platform").get_device_name()
-    return f"{versions_of('hotswap', 'vllm', 'torch', 'transformers', 'triton')} on {device}"
+    device, version = named("vllm.platforms:current_platform").get_device_name(), named("vllm:__version__")
+    versions = versions_of("hotswap", "torch", "transformers", "triton")
+    return f"vLLM {version}, {versions} on {device}"
 
 
 async def block_shape(core: Core) -> BlockShape | None:
