@@ -97,8 +97,7 @@ class Batcher:
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self.token_budget, self.max_requests = token_budget, max_requests
-        self.num_batches = num_batches
+        self.token_budget, self.max_requests, self.num_batches = token_budget, max_requests, num_batches
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []

@@ -152,6 +152,7 @@ async def test_reserved_blocks_have_their_memory_before_they_are_written(store: 
     """A client waits for the last writes, and to allocate huge pages takes longer than these."""
     async with serving(store) as engine, engine.import_kv(ask(prompt_tokens=100)) as sink:
         cache = engine._models.migration_context().cache
+        assert isinstance(cache, KVCache)
         assert set(allocated(cache, range(30, 32))) == {False}
         await sink.reserve(20 * 32)
         assert isinstance(sink, TorchKVSink)
