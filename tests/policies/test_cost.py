@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from hotswap import FleetView, InstanceView, ModelView, TimesView
-from hotswap.action import Swap
-from hotswap.policies import CostSwap, KeepAliveSwap, LeastLoadedRouter
-from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, simulate
+from hotswap.abc import Action, Scheduler, Swap
+from hotswap.offline.workloads import log_normal_lengths
+from hotswap.policies import CostSwap, ElasticQuota, KeepAliveSwap, LeastLoadedRouter, WeightedLoadSwap
+from hotswap.simulation import Cluster, Outcome, Trace, TraceRequest, generate, simulate
+from hotswap.simulation.outcome import percentile
 from tests.policies.loads import running
 from tests.policies.views import empty, fleet, model, serving, swapping_to, swaps, waiting
 
@@ -20,10 +23,17 @@ LOAD_S = 10.0
 
 
 def of(
-    instances: Sequence[InstanceView], models: Sequence[ModelView], waits_s: Sequence[tuple[str, float]]
+    instances: Sequence[InstanceView],
+    models: Sequence[ModelView],
+    waits_s: Sequence[tuple[str, float]],
+    *,
+    absent_s: float = 0.0,
 ) -> FleetView:
+    """A view of models that last had an instance `absent_s` ago: of those that just had one, losses count."""
     queue = [waiting(name, NOW_S - wait_s) for name, wait_s in waits_s]
-    return fleet(instances, models, now_s=NOW_S, waiting=queue)
+    evicted_s = None if absent_s == inf else NOW_S - absent_s
+    known = [replace(model, last_evicted_s=evicted_s) for model in models]
+    return fleet(instances, known, now_s=NOW_S, waiting=queue)
 
 
 def plan(view: FleetView) -> list[tuple[str, str]]:
@@ -99,6 +109,45 @@ def test_requests_that_end_soon_are_drained_for_as_long_as_that_costs_less_than_
     assert swap.deadline_s == 0.0
 
 
+@pytest.mark.parametrize(("num_here", "cost_s"), [(1, 0.2), (2, 0.2 + 0.2 / 20.2 * 40.1)])
+def test_a_drain_costs_the_waits_of_those_that_come_in_the_meantime(num_here: int, cost_s: float) -> None:
+    """Beside two, one comes in 20.2 s: a hundredth of one in 0.2 s, which waits for 40 s and half of that."""
+    names = [f"r{number}" for number in range(num_here)]
+    runs = [replace(running(name, "e0"), num_tokens=0, since_s=NOW_S - 20.0) for name in names]
+    models = [model("a", num_here), model("b", 1, waiting=1)]
+
+    def planned(wait_s: float) -> list[Action]:
+        view = of([serving("e0", "a", num_here)], models, [("b", wait_s)])
+        return list(CostSwap().plan(replace(view, running=tuple(runs))))
+
+    assert planned(cost_s - 0.01) == []
+    (swap,) = planned(cost_s + 0.01)
+    assert isinstance(swap, Swap)
+    assert swap.deadline_s > 0.0
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "absent_s", "num_others", "planned"),
+    [
+        (41.0, 98.0, 0, []),
+        (41.0, 99.0, 0, [("e0", "b")]),  # 42 s are lost, and 160 s to evict four: 2.05 s a second since then
+        (41.0, 240.0, 1, []),  # others wait as well, and 30 s more for each of the four
+        (41.0, 340.0, 1, [("e0", "b")]),
+        (39.9, inf, 0, []),  # which is under four swap times
+        (40.1, inf, 0, [("e0", "b")]),
+    ],
+)
+def test_a_model_that_is_rarely_asked_for_waits_little_longer_than_four_swaps(
+    wait_s: float, absent_s: float, num_others: int, planned: list[tuple[str, str]]
+) -> None:
+    models = [model("a", 4), model("b", 1, waiting=1), model("c", num_others, waiting=num_others)]
+    waits = [("b", wait_s), *[("c", 0.0)] * num_others]
+    view = of([serving("e0", "a", 4)], models, waits, absent_s=absent_s)
+    assert plan(view) == planned
+    steady = replace(view, models=of([], models, [], absent_s=50.0).models)
+    assert plan(steady) == []  # requests for it come often, so others will share its turn
+
+
 @pytest.mark.parametrize(
     ("here_s", "num_remaining", "cost_s"),
     [(20.0, 10_000, 40.0), (80.0, 10_000, 10.0), (99.0, 50_000, 40 * 40 / 198), (90.0, 3_500, 10.0)],
@@ -169,7 +218,7 @@ def test_models_that_fail_to_load_fall_behind() -> None:
 # ---------------------------------------------------------------------- in time
 
 
-def played(trace: Trace, scheduler: CostSwap | KeepAliveSwap, num_engines: int) -> Outcome:
+def played(trace: Trace, scheduler: Scheduler, num_engines: int) -> Outcome:
     cluster = Cluster(num_engines=num_engines, disk_bytes_per_s=50e9)
     router = LeastLoadedRouter()
     return simulate(trace, cluster, router=router, scheduler=scheduler, interval_s=0.5, driver="events")
@@ -206,6 +255,33 @@ def test_requests_with_short_answers_end_where_they_are() -> None:
     outcome = played(Trace.of(requests, "short answers"), CostSwap(), 1)
     assert len(outcome.swaps) > 10
     assert not any(swap.num_evicted for swap in outcome.swaps)
+
+
+def test_a_third_model_that_is_rarely_asked_for_waits_no_longer_than_under_other_schedulers() -> None:
+    """Two models keep two engines busy, sixteen requests a second; others lose no more than they do there."""
+    busy = generate(
+        1,
+        models={"a": 1.0, "b": 1.0},
+        rate_per_s=16.0,
+        seconds=120.0,
+        prompt_tokens=log_normal_lengths(400),
+        output_tokens=log_normal_lengths(150, sigma=0.8),
+    ).requests
+    rare = [
+        TraceRequest(arrive_s=30.0 + 20.0 * n, model="c", prompt_tokens=200, output_tokens=50)
+        for n in range(4)
+    ]
+    trace = Trace.of([*busy, *rare], "third")
+
+    def waits_s(scheduler: Scheduler) -> tuple[float, float]:
+        outcome = played(trace, scheduler, 2)
+        c = max(request.ttft_s for request in outcome.requests if request.model == "c")
+        return c, percentile([request.ttft_s for request in outcome.requests if request.model != "c"], 99)
+
+    (c_s, others_s), weighted, quota = map(waits_s, (CostSwap(), WeightedLoadSwap(), ElasticQuota()))
+    assert c_s <= weighted[0]
+    assert c_s <= 6.5 * quota[0]
+    assert others_s <= min(weighted[1], quota[1])
 
 
 def test_the_default_needs_no_arguments() -> None:

@@ -41,13 +41,17 @@ class CostSwap(Scheduler):
         stop(m, i)  = S + 2 S + q 3 S / E + swap_s(v, i) + prefill_s(tokens)
         evict(m, i) = (w(v) x sum over the requests on i of  stop min(1, stop / whole)
                        + o (swap_s(v, i) + prefill_s(tokens))) / r(v)
-        drain(m, i) = lost(m, i) at the end of the requests on i, less lost(m, i) now, + o swap_s(v, i) / r(v)
-        swap i to m   for the i of the least cost(m, i) = min(evict, drain), if lost(m, i) >= cost(m, i)
+        drain(m, i) = lost(m, i) at the end of the requests on i, less lost(m, i) now
+                      + (w(v) x come x (stop - prefill_s(tokens) + end / 2) + o swap_s(v, i)) / r(v)
+        ages(m, i)  = w(m) x sum over the requests that have waited t > 4 S for m of  2 t / (4 S)
+        swap i to m   for the i of the least cost(m, i) = min(evict, drain), if
+                      lost(m, i) >= cost(m, i)  or  ages(m, i) A / (1 + q) >= lost(m, i) + cost(m, i)
 
     with *t* the seconds that a request has waited and *S* = `swap_s(m, i)`; *v* the model that *i* has, *r*
     its replicas; *whole* the seconds for which a request is on *i* in all; *w* the `weight`; *q* the other
     models that wait without a replica, *E* the instances, *o* the requests that wait for other models, by
-    weight, over *E*. An instance without a request costs nothing.
+    weight, over *E*; *end* the seconds until the requests on *i* have ended, *come* those that come for *v*
+    until then; *A* the seconds since *m* last had an instance. An instance without a request costs nothing.
 
     **Evicted requests** stop until *i* has come to *m*, *m* has had a turn of 2 *S*, the *q* others, on *E*
     instances, have had theirs, and *i* has come back; then their tokens are computed again, or those copied
@@ -62,7 +66,16 @@ class CostSwap(Scheduler):
     by being evicted: the instance admits none, and goes to *m* when they have ended, at the latest when
     waiting for them has cost as much as evicting them (`Swap.deadline_s`). Their end is `num_remaining`
     tokens of `FleetView.times.token_s` away at most, so the rule does something only where requests bound
-    their answers (`Sampling.max_tokens`) by little more than they have.
+    their answers (`Sampling.max_tokens`) by little more than they have. Requests that come for *v* meanwhile
+    wait for a part of the *end* and until *i* has come back. In the *whole* of a request's time as many come
+    as there are others beside it now, so none is expected where one is alone.
+
+    **A model that is rarely asked for** waits little longer than 4 *S*. Who loses as much by waiting as by
+    a swap hopes to be spared the swap: others may end, or more requests come and share the visit. Where few
+    come and others keep every instance busy, the same visit is made in the end, and the wait was for nothing.
+    So from 4 *S* on a model has its turn once a second more of waiting (*ages*) costs more than a second has
+    cost on average since its last turn, this visit included; those seconds are shared with the *q* others.
+    Where requests come all the time that is hardly sooner than by the first rule.
 
     **A swap back and tokens that are computed again** take time of an instance, which all that wait for other
     models wait for, an *E*-th each. So where many wait, fewer are evicted.
@@ -72,7 +85,9 @@ class CostSwap(Scheduler):
 
     Source: the rule of ski rental (Karlin, Manasse, Rudolph, Sleator, "Competitive snoopy caching", 1988):
     who pays as long as the alternative costs, and then changes, pays at most twice what foresight would have.
-    That bound is for one decision; for a fleet it is a heuristic, measured in `docs/papers.md`.
+    That bound is for one decision; for a fleet it is a heuristic, measured in `docs/papers.md`. The second
+    rule ends a cycle when its next second would cost more than its average one, which is the best where
+    cycles repeat (Charnov, "Optimal foraging, the marginal value theorem", 1976).
 
     **Which models.** Those with waiting requests and fewer replicas than requests, unless an instance is
     swapping to them already. One that has replicas gets another only if its requests find no place, or if its
@@ -107,11 +122,13 @@ class CostSwap(Scheduler):
             model, best = wait.model, costs.best(wait)
             if best is None:
                 continue
-            lost_s = wait.lost_s(best.swap_s)
-            if lost_s >= best.cost_s:
+            lost_s, absent_s = wait.lost_s(best.swap_s), costs.absent_s(model)
+            rare = lost_s < best.cost_s
+            if not rare or wait.ages(best.swap_s, absent_s) >= lost_s + best.cost_s:
                 lost = f"requests for {model.id} have lost {lost_s:.3g} s by waiting"
                 more = "by waiting for others to end" if best.deadline_s else "if others were evicted"
-                reason = f"{lost}; {more} on {best.id} {best.cost_s:.3g} s would be lost"
+                once = f", once in {absent_s:.3g} s" if rare else ""
+                reason = f"{lost}; {more} on {best.id} {best.cost_s:.3g} s would be lost{once}"
                 swap = Swap(instance=best.id, model=model.id, deadline_s=best.deadline_s, reason=reason)
                 allocation.swap(swap)
                 costs.planned(wait)
@@ -151,6 +168,12 @@ class _Wait:
             lost_s = self._until_now_s[swap_s] = self._lost_s(swap_s, 0.0)
         return lost_s
 
+    def ages(self, swap_s: float, seconds: float) -> float:
+        """Return what so many seconds cost at the rate at which those lose now that have waited long."""
+        patience_s = _PATIENCE * max(swap_s, 1e-6)
+        rate = sum(2 * wait_s / patience_s for wait_s in self._seconds if wait_s > patience_s)
+        return ldexp(rate * seconds * self.model.weight, -self.model.num_failed_loads) if rate else 0.0
+
     def loses_more_than(self, most_s: float, after_s: float) -> bool:
         """Whether `more_s` is more for certain: it is at least `after_s` for each of them."""
         return ldexp(self.num_weighted * after_s, -self.model.num_failed_loads) > most_s * _CERTAIN
@@ -187,6 +210,7 @@ class _Busy:
         prefill_s: What it takes to compute the tokens of its requests again, or to copy their KV blocks.
         back_s: What a swap back takes.
         end_s: The seconds after which all of its requests have ended at the latest.
+        come_per_s: The requests that come there in a second.
     """
 
     def __init__(self, fleet: FleetView, instance: InstanceView, donor: ModelView, back_s: float) -> None:
@@ -201,6 +225,8 @@ class _Busy:
             for run in runs
             for here_s in (fleet.now_s - run.since_s,)
         ]
+        whole_s = sum(self._whole_s)
+        self.come_per_s = len(runs) * (len(runs) - 1) / whole_s if whole_s else 0.0
 
     def lost_s(self, stop_s: float) -> float:
         """Return what its requests lose if they stop for so long: each the more, the shorter it is."""
@@ -239,6 +265,16 @@ class _Costs:
         """Return the key by which models get instances: the one that has lost most comes first."""
         swaps_s = (self.swap_s(wait.model.id, instance) for instance in self._kinds)
         return -wait.lost_s(min(swaps_s, default=inf)), wait.model.id
+
+    def absent_s(self, model: ModelView) -> float:
+        """Return the seconds since a model had an instance, its share of them beside others that wait.
+
+        None if it has an instance; infinitely many if it never had one.
+        """
+        if self._allocation.num_replicas(model):
+            return 0.0
+        since_s = -inf if model.last_evicted_s is None else model.last_evicted_s
+        return (self._fleet.now_s - since_s) / len(self._queued | {model.id})
 
     def best(self, wait: _Wait) -> _Price | None:
         """Return the price of the instance that costs least; `None` where none may be taken."""
@@ -288,13 +324,18 @@ class _Costs:
         evict_s = (busy.lost_s(stop_s) + others * busy.prefill_s) / num_replicas + back_s
         if wait.loses_more_than(evict_s, busy.end_s):
             return evict_s, 0.0
-        drain_s = wait.more_s(there_s, busy.end_s) + back_s
-        if not back_s < drain_s < evict_s:
+
+        def drain_s(end_s: float) -> float:
+            come = busy.come_per_s * end_s * (stop_s - busy.prefill_s + end_s / 2)
+            return wait.more_s(there_s, end_s) + busy.donor.weight * come / num_replicas + back_s
+
+        cost_s = drain_s(busy.end_s)
+        if not back_s < cost_s < evict_s:
             return evict_s, 0.0
         deadline_s = busy.end_s  # which is an estimate: longer, while that costs no more than to evict
-        while wait.more_s(there_s, 2 * deadline_s) + back_s <= evict_s:
+        while drain_s(2 * deadline_s) <= evict_s:
             deadline_s *= 2
-        return drain_s, deadline_s
+        return cost_s, deadline_s
 
     def _busy_on(self, instance: InstanceView) -> _Busy | None:
         """Return an instance with requests, looked at once; `None` if it has none."""
