@@ -44,8 +44,8 @@ class CostSwap(Scheduler):
         drain(m, i) = lost(m, i) at the end of the requests on i, less lost(m, i) now
                       + (w(v) x come x (stop - prefill_s(tokens) + end / 2) + o swap_s(v, i)) / r(v)
         ages(m, i)  = w(m) x sum over the requests that have waited t > 4 S for m of  2 t / (4 S)
-        swap i to m   for the i of the least cost(m, i) = min(evict, drain), if
-                      lost(m, i) >= cost(m, i)  or  ages(m, i) A / (1 + q) >= lost(m, i) + cost(m, i)
+        swap i to m   for the i of the least cost(m, i) = min(evict, drain), if lost(m, i) >= cost(m, i),
+                      or q = 0 and ages(m, i) A >= lost(m, i) + cost(m, i)
 
     with *t* the seconds that a request has waited and *S* = `swap_s(m, i)`; *v* the model that *i* has, *r*
     its replicas; *whole* the seconds for which a request is on *i* in all; *w* the `weight`; *q* the other
@@ -74,8 +74,8 @@ class CostSwap(Scheduler):
     a swap hopes to be spared the swap: others may end, or more requests come and share the visit. Where few
     come and others keep every instance busy, the same visit is made in the end, and the wait was for nothing.
     So from 4 *S* on a model has its turn once a second more of waiting (*ages*) costs more than a second has
-    cost on average since its last turn, this visit included; those seconds are shared with the *q* others.
-    Where requests come all the time that is hardly sooner than by the first rule.
+    cost on average since its last turn, this visit included. Where requests come all the time that is hardly
+    sooner than by the first rule; where other models wait as well, instances take turns by the first rule.
 
     **A swap back and tokens that are computed again** take time of an instance, which all that wait for other
     models wait for, an *E*-th each. So where many wait, fewer are evicted.
@@ -267,14 +267,13 @@ class _Costs:
         return -wait.lost_s(min(swaps_s, default=inf)), wait.model.id
 
     def absent_s(self, model: ModelView) -> float:
-        """Return the seconds since a model had an instance, its share of them beside others that wait.
+        """Return the seconds since a model had an instance, if it alone waits for one; 0 if not.
 
-        None if it has an instance; infinitely many if it never had one.
+        Infinitely many if it never had one.
         """
-        if self._allocation.num_replicas(model):
+        if self._queued != {model.id}:
             return 0.0
-        since_s = -inf if model.last_evicted_s is None else model.last_evicted_s
-        return (self._fleet.now_s - since_s) / len(self._queued | {model.id})
+        return inf if model.last_evicted_s is None else self._fleet.now_s - model.last_evicted_s
 
     def best(self, wait: _Wait) -> _Price | None:
         """Return the price of the instance that costs least; `None` where none may be taken."""
