@@ -17,8 +17,10 @@ import pytest
 from hotswap import ModelId
 from hotswap.backends.stores import NvmeStore
 from hotswap.cli import main
+from hotswap.offline.replay import dump_view
 from hotswap.profiling import Profile
 from tests.backends.stores.models import UNIT, put, read
+from tests.policies.views import fleet, model, serving
 
 ROOT = Path(__file__).parents[1]
 
@@ -304,6 +306,22 @@ def test_a_view_that_is_none_is_refused_in_one_line(text: str, says: str, tmp_pa
     done = run("plan", tmp_path / "view.json", "--scheduler", "CostSwap()")
     assert done.returncode == 2
     assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value"),
+    [("", "now_s", math.inf), ("models", "num_running", -5), ("instances", "num_requests", -1)],
+)
+def test_a_view_that_no_fleet_has_is_refused_in_one_line(
+    place: str, key: str, value: float, tmp_path: Path
+) -> None:
+    view = json.loads(dump_view(fleet([serving("e0", "a", 1)], [model("a", 1)], now_s=5.0)))
+    (view[place][0] if place else view)[key] = value
+    (tmp_path / "view.json").write_text(json.dumps(view))
+    done = run("plan", tmp_path / "view.json", "--scheduler", "WeightedLoadSwap()")
+    assert done.returncode == 2
+    assert f"{key} " in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from hotswap.commands.progress import Show
-from hotswap.commands.simulate import DEFAULT, asked_cluster, asked_trace
+from hotswap.commands.simulate import DEFAULT, asked_cluster, asked_trace, check_scale
 from hotswap.policies.by_name import router_named, scheduler_named
 from hotswap.simulation.least import Fewest, fewest_engines
 from hotswap.simulation.outcome import Slo
@@ -20,6 +20,7 @@ def least_of_all(
     arguments: argparse.Namespace, show: Show
 ) -> tuple[dict[str, object], list[tuple[str, ...]]]:
     """Search for every scheduler of the arguments; return the report, and rows for a table."""
+    check_scale(arguments, "most")
     trace, slo = asked_trace(arguments), Slo(ttft_s=arguments.ttft, tpot_s=arguments.tpot)
     schedulers = arguments.scheduler or DEFAULT
     found: dict[str, Fewest] = {}

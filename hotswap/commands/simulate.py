@@ -19,7 +19,7 @@ from hotswap.simulation.plots import draw
 from hotswap.simulation.run import simulate
 from hotswap.simulation.trace import Trace, generate
 
-__all__ = ["DEFAULT", "asked_cluster", "asked_trace", "simulate_all"]
+__all__ = ["DEFAULT", "asked_cluster", "asked_trace", "check_scale", "simulate_all"]
 
 # Schedulers, where none is named.
 DEFAULT = ("CostSwap()",)
@@ -36,12 +36,16 @@ COLUMNS = (
 COUNTS = ("num_swaps", "num_evicted", "num_moved")
 _MADE = ("poisson", "gamma")
 _MOST_MODELS = 1_000_000
+# With more engines, or plans more often, a simulation takes days or all memory.
+_MOST_ENGINES = 100_000
+_LEAST_INTERVAL_S = 0.001
 
 
 def simulate_all(
     arguments: argparse.Namespace, progress: Callable[[str], Callable[[int, int], None]]
 ) -> tuple[dict[str, object], str]:
     """Run every scheduler of the arguments on the same trace; return the report, and a table for people."""
+    check_scale(arguments, "engines")
     trace = asked_trace(arguments)
     cluster = replace(
         asked_cluster(arguments),
@@ -103,6 +107,14 @@ def asked_trace(arguments: argparse.Namespace) -> Trace:
     if arguments.rate is not None:
         trace = trace.at_rate(arguments.rate)
     return trace if arguments.requests is None else trace.first(arguments.requests)
+
+
+def check_scale(arguments: argparse.Namespace, engines: str) -> None:
+    """Raise an error if the most engines, or how often plans are made, would never end."""
+    if (number := getattr(arguments, engines)) > _MOST_ENGINES:
+        raise ConfigError(f"--{engines} is {number}; give {_MOST_ENGINES} at most.")
+    if not arguments.interval >= _LEAST_INTERVAL_S:
+        raise ConfigError(f"--interval is {arguments.interval:g}; give {_LEAST_INTERVAL_S:g} s or more.")
 
 
 def asked_cluster(arguments: argparse.Namespace) -> Cluster:

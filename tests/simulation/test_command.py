@@ -106,6 +106,8 @@ def test_a_real_trace_can_be_scaled_and_cut(tmp_path: Path, capsys: pytest.Captu
         ([TRACE, "--tpot", "-1"], "tpot_s"),
         ([TRACE, "--token-budget", "0"], "token_budget"),
         ([TRACE, "--lose", "e0@nan"], "loss of 'e0'"),
+        ([TRACE, "--engines", "1000000000"], "--engines is"),
+        *(([TRACE, "--interval", wrong], "--interval is") for wrong in ("1e-9", "0", "nan")),
         ([TRACE, "--out", "/dev/null"], "--out"),
         ([TRACE, "--scheduler", "Chain(1)"], "Scheduler 1 is 1"),
         ([TRACE, "--scheduler", "FirstOf(CostSwap(), 2)"], "Scheduler 2 is 2"),
