@@ -129,7 +129,7 @@ class StatusListener(Protocol):
         """Requests came, went on or ended, and nothing else has changed.
 
         Of `EngineStatus` that is `num_running`, `num_waiting`, `num_prefill_tokens`, `num_free_kv_blocks`,
-        `num_next_kv_blocks` and `preempted`.
+        `num_next_kv_blocks`, `kept_since_s` and `preempted`.
         """
         ...
 

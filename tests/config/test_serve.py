@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -35,6 +36,15 @@ size = "1 MB"
 port = 0
 grace_s = 1.0
 """
+
+
+@pytest.fixture(autouse=True)
+def _as_logged_before() -> Generator[None]:
+    """`main` sets what is logged, for a process that is its own."""
+    log = logging.getLogger("hotswap")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @contextmanager

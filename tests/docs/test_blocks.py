@@ -221,6 +221,17 @@ async def test_an_engine_is_measured_as_the_page_has_it(capsys: pytest.CaptureFi
     assert mean < 0.05
 
 
+async def test_two_stores_of_a_directory_are_shared_as_the_page_has_them(tmp_path: Path) -> None:
+    places = {"/dev/shm/chats": str(tmp_path / "chats"), "64 GiB": "4 MiB"}
+    names: dict[str, Any] = {}
+    for _ in range(2):
+        await run(runnable("kv-blocks.md", "SharedKVStore", places), names)
+        async with names["kv_store"] as store:
+            assert store.view().capacity_bytes == 4 << 20
+    names["kv_store"].unlink()
+    assert not (tmp_path / "chats").exists()
+
+
 def test_a_store_of_ones_own_is_checked_by_its_suite() -> None:
     names: dict[str, Any] = {"KVStoreConformance": KVStoreConformance, "MyStore": HostKVStore}
     exec(runnable("kv-blocks.md", "KVStoreConformance"), names)

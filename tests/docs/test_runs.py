@@ -33,7 +33,10 @@ RUN_BY: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/errors.md": ((_TORCH, "test_errors_are_told_apart"),),
     "docs/json.md": ((_TORCH, "test_an_answer_is_json_of_the_schema"),),
-    "docs/kv-blocks.md": ((_BLOCKS, "test_a_store_of_ones_own_is_checked_by_its_suite"),),
+    "docs/kv-blocks.md": (
+        (_BLOCKS, "test_a_store_of_ones_own_is_checked_by_its_suite"),
+        (_BLOCKS, "test_two_stores_of_a_directory_are_shared_as_the_page_has_them"),
+    ),
     "docs/kv.md": ((_TORCH, "test_kv_blocks_are_kept_in_host_memory"),),
     "docs/llamacpp.md": ((_TORCH, "test_gguf_files_are_served_by_llama_cpp"),),
     "docs/migrate.md": ((_RAY, "test_the_fleets_of_the_guides_have_an_engine_for_each_gpu"),),

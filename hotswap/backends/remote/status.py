@@ -18,6 +18,7 @@ _LOAD = frozenset(
         "num_prefill_tokens",
         "num_free_kv_blocks",
         "num_next_kv_blocks",
+        "kept_since_s",
         "preempted",
     )
 )

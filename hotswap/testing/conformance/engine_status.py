@@ -32,6 +32,7 @@ LOAD = (
     "num_prefill_tokens",
     "num_free_kv_blocks",
     "num_next_kv_blocks",
+    "kept_since_s",
     "preempted",
 )
 
