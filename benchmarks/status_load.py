@@ -1,7 +1,7 @@
 """A part of `benchmarks remote`: what the status of many engines costs their controller.
 
-A process has the engines, whose load changes every 0.1 s. This one has a `RemoteEngine` for each, over TCP,
-and spends its time on what they tell.
+A process has the engines, whose load changes more often than it is told, every 0.1 s. This one has a
+`RemoteEngine` for each, over TCP, and spends its time on what they tell.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["MOST_OF_A_CORE", "Settings", "main", "measure", "rows"]
 MOST_OF_A_CORE = 0.3
 
 _SECRET = LinkSecret(b"of a benchmark on one machine")
-_CHANGE_S = 0.1
+_CHANGE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Settings:
 
 
 class RestlessEngine(SimEngine):
-    """Its load is another one every 0.1 s."""
+    """Its load is another one every 0.02 s."""
 
     def __init__(self, id: str) -> None:
         super().__init__(id)
