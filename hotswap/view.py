@@ -78,7 +78,8 @@ class EngineStatus:
         most_kv_blocks: The most that its pool can grow to; 0 if the pool keeps its size.
         kept_since_s: The loop time since which KV blocks of requests that left are kept, also across swaps:
             one that left later, with a token of its stay, finds those of all its tokens but the last if it
-            comes back; `None` if the engine does not know, or keeps none.
+            comes back. An estimate of one that left just then, whose own blocks may be those that were lost
+            last. `None` if the engine does not know, or keeps none.
         kv_block_bytes: Bytes of a KV block, where the pool can be resized; 0 if it cannot.
         device_budget: The name of the budget whose memory it shares with other engines; "" if it shares none.
         memory_bytes: What weights and KV blocks may take together; 0 if the engine does not know.

@@ -26,7 +26,8 @@ def num_kept(request: WaitingView, instance: InstanceView) -> int:
     """Return of how many tokens of a waiting request an instance that serves its model still has KV blocks.
 
     All but the last of a request that left it with a token, unless a block was reallocated that was released
-    later. What it has of a request that left without a token is not known, and counts as nothing.
+    later: too many while those that it released itself are reallocated. What there is of a request that left
+    without a token is not known, and counts as nothing.
     """
     if request.last_instance != instance.id or instance.hosted != request.model:
         return 0
