@@ -94,7 +94,7 @@ def test_what_a_move_of_a_hybrid_costs_is_what_was_measured() -> None:
     measured = report_of("migrate-hybrid")["over_step_s"]
     for pause_ms, tokens in (figures[:2], figures[2:]):
         found = measured[tokens.replace(",", "")]
-        assert found["median"] * 1000 == pytest.approx(float(pause_ms), abs=0.06)
+        assert median(found) * 1000 == pytest.approx(float(pause_ms), abs=0.06)
 
 
 def test_what_a_collection_of_garbage_stops_is_what_was_measured() -> None:

@@ -264,8 +264,9 @@ async def test_another_text_does_not_find_them() -> None:
         longer = replace(rest, prompt=(*rest.prompt[:-1], rest.prompt[-1] ^ 1))
         expected = generate(model, longer.tokens, longer.sampling.max_tokens - len(longer.generated))
         assert await rest_of(engines[1], longer) == (expected, 0)
+        await rest_of(engines[1], ask(prompt, "earlier", max_tokens=2))
         another = replace(rest, id=RequestId("another"))
-        assert (await rest_of(engines[1], another))[1] == 32, "what the request before has left"
+        assert (await rest_of(engines[1], another))[1] == 32, "what the earlier one has left"
 
 
 async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed() -> None:
