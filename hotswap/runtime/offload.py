@@ -102,7 +102,8 @@ class Offload:
                 tasks.start_soon(save.until_stopped, deadline_s, waiting)
                 with waiting:
                     num_evicted = await engine.evict(deadline_s=deadline_s + self._save_s)
-            if waiting.cancelled_caught:
+            # An engine elsewhere may have evicted all before it heard that it need not wait.
+            if waiting.cancelled_caught and instance.status().state is InstanceState.SERVING:
                 num_evicted = await engine.evict(deadline_s=0.0)
             with anyio.move_on_after(min(CACHED_S, self._save_s / 2)):  # the phase has a limit
                 await save.ended()

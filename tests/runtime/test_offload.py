@@ -596,6 +596,25 @@ async def test_saving_that_takes_for_ever_ends_before_the_limit_of_an_eviction()
         assert [record.outcome for record in fleet.swaps] == ["done"] * 3
 
 
+class FarAway(SimEngine):
+    """Hears of a cancellation once it has evicted all, as an engine elsewhere may."""
+
+    async def evict(self, *, deadline_s: float) -> int:
+        with anyio.CancelScope(shield=True):
+            num_evicted = await super().evict(deadline_s=deadline_s)
+        await anyio.sleep(0.01)
+        return num_evicted
+
+
+@virtual_time
+async def test_an_engine_that_has_evicted_all_before_it_hears_of_the_saving_is_not_asked_again() -> None:
+    engine = FarAway("e0", WITHOUT_PRELOAD, kv_blocks=512, kv_block_tokens=16)
+    async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet:
+        await fleet.swap("e0", to="a")
+        await away_and_back(fleet)
+        assert [record.outcome for record in fleet.swaps] == ["done"] * 3
+
+
 class ByUse(SimKVStore):
     """Evicts what was used longest ago, whatever it is worth."""
 
