@@ -14,6 +14,7 @@ from anyio import from_thread
 
 from hotswap.backends.remote.control import ControlLink
 from hotswap.backends.remote.linked import LinkedEngine, count_read
+from hotswap.backends.remote.listing import ListsKV
 from hotswap.backends.remote.moves import Migrates
 from hotswap.backends.remote.values import adapter_fields, card_fields
 from hotswap.checks import check_counts
@@ -27,7 +28,7 @@ from hotswap.engine import (
     SupportsResize,
 )
 from hotswap.errors import ConfigError, HotswapError, InstanceError, UnsupportedModel
-from hotswap.migration import SupportsMigration
+from hotswap.migration import SupportsKVListing, SupportsMigration
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId
 from hotswap.store import WeightStore
@@ -163,6 +164,7 @@ _ABILITIES: Final[dict[str, tuple[type, type[LinkedEngine]]]] = {
     "kv_limit": (SupportsKVLimit, _LimitsKV),
     "resize": (SupportsResize, _Resizes),
     "migration": (SupportsMigration, Migrates),
+    "kv_listing": (SupportsKVListing, ListsKV),
 }
 
 

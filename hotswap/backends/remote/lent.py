@@ -1,33 +1,33 @@
-"""`Lent`: the sources and sinks that a host lends to moves, by keys that it tells its controller."""
+"""`Lent`: what a host lends for KV blocks to be copied, by keys that it tells its controller."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
 
-from hotswap.backends.remote.pages import PageLink, serve_pages
+from hotswap.backends.remote.pages import Listing, PageLink, serve_pages
 from hotswap.errors import MigrationAborted
-from hotswap.migration import KVSink, KVSource
+from hotswap.migration import CachedKV, KVSink, KVSource
 from hotswap.transport import Channel
 
 __all__ = ["Lent", "LentEnd"]
 
 
 class LentEnd:
-    """One end of a move, lent by the engine while the call that asked for it lasts.
+    """One end of a move, lent by the engine while the call that asked for it lasts, or a listing.
 
     Attributes:
-        end: The source or the sink.
+        end: The source, the sink, or what was listed.
         key: Its name, which cannot be guessed.
         left: Set when the controller leaves it.
         ended: Set once the engine has it back.
         peer: The link over which its blocks go to another host, once there is one.
     """
 
-    def __init__(self, end: KVSource | KVSink, ended: anyio.Event) -> None:
+    def __init__(self, end: KVSource | KVSink | Listing, ended: anyio.Event) -> None:
         self.end, self.ended = end, ended
         self.key = secrets.token_hex(16)
         self.left = anyio.Event()
@@ -59,6 +59,16 @@ class Lent:
 
     def __init__(self) -> None:
         self._by_key: dict[str, LentEnd] = {}
+        self._listed: LentEnd | None = None
+
+    def list(self, cached: Sequence[CachedKV]) -> str:
+        """Lend what the engine keeps of ended requests until the next listing; return its key."""
+        if self._listed is not None:
+            del self._by_key[self._listed.key]
+        self._listed = listed = LentEnd(Listing(cached), anyio.Event())
+        listed.left.set()  # it holds nothing of the engine, so its links may end at any time
+        self._by_key[listed.key] = listed
+        return listed.key
 
     @asynccontextmanager
     async def lend(self, end: KVSource | KVSink, ended: anyio.Event) -> AsyncGenerator[LentEnd]:

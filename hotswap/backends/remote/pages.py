@@ -1,10 +1,12 @@
 """Links for KV blocks, apart from those for control, so that tokens do not wait behind blocks.
 
 One end wants to read or write the blocks of a move, the other is the host that lends the move's source or
-sink. The first message names the move by its key, which the host has told its controller alone.
+sink, or a listing of what it keeps of ended requests. The first message names it by its key, which the host
+has told its controller alone.
 
-    pages     the key of the move
-    read      the first block, how many tokens     ->  done, with the blocks, and how many bytes are left
+    pages     the key
+    read      the first block, how many tokens     ->  done, with the blocks, and how many bytes are left;
+              of a listing also which entry
     rest                                           ->  the same, with the next of those bytes
     part      the first bytes of a write           ->  done
     write     the first block, how many tokens, with the blocks  ->  done
@@ -27,11 +29,11 @@ from hotswap.backends.remote.outbox import Outbox
 from hotswap.backends.remote.values import tokens_in
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, link_broken
-from hotswap.errors import HotswapError
-from hotswap.migration import KVLayout, KVPages, KVSink, KVSource
+from hotswap.errors import HotswapError, MigrationAborted
+from hotswap.migration import CachedKV, KVLayout, KVPages, KVSink, KVSource
 from hotswap.transport import Channel, Frame
 
-__all__ = ["PageLink", "serve_pages"]
+__all__ = ["Listing", "PageLink", "serve_pages"]
 
 _ANSWER_S = 30.0
 _MAX_CALL_BYTES = 4 << 10
@@ -60,16 +62,19 @@ class PageLink:
         outbox.say("pages", version=VERSION, key=key)
         await outbox.flush()
 
-    async def read(self, first_block: int, num_tokens: int) -> KVPages:
-        """Read blocks; they are valid until the next read. Errors are those of `KVSource.read`."""
+    async def read(self, first_block: int, num_tokens: int, *, entry: int = 0) -> KVPages:
+        """Read blocks, of a listing those of an `entry`; they are valid until the next read.
+
+        Errors are those of `KVSource.read`.
+        """
         parts = list(self._parts(first_block, num_tokens))
-        whole = await self._call("read", *parts[0])
+        whole = await self._call("read", *parts[0], entry=entry)
         if len(parts) == 1 and not self._num_left:
             return KVPages(first_block, num_tokens, whole)
         data = bytearray(whole)
         await self._read_rest(data)
         for part in parts[1:]:
-            data += await self._call("read", *part)
+            data += await self._call("read", *part, entry=entry)
             await self._read_rest(data)
         return KVPages(first_block, num_tokens, memoryview(data))
 
@@ -113,10 +118,17 @@ class PageLink:
             yield first_block + at // block_tokens, min(num_tokens - at, most)
 
     async def _call(
-        self, verb: str, first_block: int, num_tokens: int, payload: memoryview | None = None
+        self,
+        verb: str,
+        first_block: int,
+        num_tokens: int,
+        payload: memoryview | None = None,
+        *,
+        entry: int = 0,
     ) -> memoryview:
         self._num_calls += 1
-        message = wire.pack(verb, self._num_calls, first_block=first_block, num_tokens=num_tokens)
+        where = {"first_block": first_block, "num_tokens": num_tokens, "entry": entry}
+        message = wire.pack(verb, self._num_calls, **where)
         error: HotswapError | None = None
         try:
             with anyio.fail_after(_ANSWER_S):
@@ -147,8 +159,29 @@ class PageLink:
         return None
 
 
-async def serve_pages(end: KVSource | KVSink, channel: Channel) -> None:
-    """Do the calls of a `PageLink` on a source or a sink, until the link ends.
+class Listing:
+    """What an engine keeps of ended requests, as its host has listed it.
+
+    Args:
+        entries: What it keeps, each as it was then.
+    """
+
+    def __init__(self, entries: Sequence[CachedKV]) -> None:
+        self._entries = tuple(entries)
+
+    def __getitem__(self, entry: int) -> CachedKV:
+        """Return an entry by its number.
+
+        Raises:
+            MigrationAborted: there is none.
+        """
+        if entry >= len(self._entries):
+            raise MigrationAborted(f"Nothing was listed as entry {entry}.", stage="copy")
+        return self._entries[entry]
+
+
+async def serve_pages(end: KVSource | KVSink | Listing, channel: Channel) -> None:
+    """Do the calls of a `PageLink` on a source, a sink or a listing, until the link ends.
 
     Raises:
         MigrationAborted: the link has ended.
@@ -163,11 +196,12 @@ async def serve_pages(end: KVSource | KVSink, channel: Channel) -> None:
             answer = b""
             try:
                 match message.verb, end:
-                    case "read", KVSource():
+                    case "read", KVSource() | Listing():
                         rest = memoryview(b"")
-                        rest = (await end.read(first_block, num_tokens)).data
+                        source = end[wire.size(message, "entry")] if isinstance(end, Listing) else end
+                        rest = (await source.read(first_block, num_tokens)).data
                         data, rest = rest[:most], rest[most:]
-                    case "rest", KVSource():
+                    case "rest", KVSource() | Listing():
                         data, rest = rest[:most], rest[most:]
                     case "part", KVSink():
                         parts += frame.payload

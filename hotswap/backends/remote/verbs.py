@@ -8,6 +8,7 @@ import anyio
 
 from hotswap.backends.fields import Fields
 from hotswap.backends.remote.lent import Lent
+from hotswap.backends.remote.listing import listed
 from hotswap.backends.remote.messages import Message
 from hotswap.backends.remote.pages import PageLink
 from hotswap.backends.remote.peers import PeerLinks
@@ -27,7 +28,7 @@ from hotswap.engine import (
 )
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.metered_store import MeteredStore
-from hotswap.migration import KVSink, KVSource, SupportsMigration
+from hotswap.migration import KVSink, KVSource, SupportsKVListing, SupportsMigration
 from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, RequestId
 from hotswap.store import WeightStore
@@ -114,6 +115,8 @@ class Verbs:
                 await run_in_thread(engine.check_grammar, field, grammar)
             case "resize_kv" if isinstance(engine, SupportsResize):
                 call.answer(num_blocks=await engine.resize_kv(_size(fields, "num_blocks")))
+            case "list_kv" if isinstance(engine, SupportsKVListing):
+                await self._list(call, engine)
             case "export" | "import" if isinstance(engine, SupportsMigration):
                 await self._lend(call, engine, message, payload)
             case _:
@@ -129,6 +132,10 @@ class Verbs:
         store = MeteredStore(self.store)
         await engine.preload(model, store)
         call.answer(num_bytes=store.num_bytes, tier=store.tier, buffered=store.buffered)
+
+    async def _list(self, call: Call, engine: SupportsKVListing) -> None:
+        cached, fields, tokens = listed(await engine.cached_kv())
+        call.answer(tokens, key=self.lent.list(cached), **fields)
 
     # ------------------------------------------------------------------ moves
 
@@ -215,7 +222,7 @@ class Verbs:
         if self.peers is None:
             raise MigrationAborted("The source's host reaches no other hosts.", stage="copy")
         if lent.peer is None or lent.peer.is_closed:
-            lent.peer = PageLink(await self.peers.connect(to), lent.end.layout)
+            lent.peer = PageLink(await self.peers.connect(to), self.lent.source(key).layout)
             await lent.peer.open(sink)
         return lent.peer
 

@@ -40,15 +40,15 @@ class TorchCachedKV(CachedKV):
 
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
         num_blocks = blocks_for(num_tokens, self.layout.block_tokens)
+        keys = self._keys[first_block : first_block + num_blocks]
+        if len(keys) < num_blocks:
+            raise aborted("copy", "the prefix has fewer tokens than that")
         size_bytes = num_blocks * self.layout.block_bytes
         if first_block + num_blocks == len(self._keys):
             size_bytes += self.layout.state_bytes
         if len(self._buffer) < size_bytes:
             self._buffer = self._context.host_memory(size_bytes)
         out = self._buffer[:size_bytes]
-        keys = self._keys[first_block : first_block + num_blocks]
-        if len(keys) < num_blocks:
-            raise aborted("copy", "the prefix has fewer tokens than that")
         await self._context.between_steps(partial(self._copy, keys, out))
         return KVPages(first_block, num_tokens, out.numpy().data)
 

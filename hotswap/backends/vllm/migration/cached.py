@@ -28,8 +28,10 @@ class VllmCachedKV(CachedKV):
         self._context, self._ended = context, ended
 
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
-        block_bytes = self.layout.block_bytes
-        num_blocks = -(-num_tokens // self.layout.block_tokens)
+        block_bytes, block_tokens = self.layout.block_bytes, self.layout.block_tokens
+        if first_block * block_tokens + num_tokens > len(self.tokens):
+            raise aborted("copy", "the prefix has fewer tokens than that")
+        num_blocks = -(-num_tokens // block_tokens)
         most = max(1, PIECE_BYTES // block_bytes)
         data = bytearray(num_blocks * block_bytes)
         memory = SharedPages()
