@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,11 +30,8 @@ log = logging.getLogger("hotswap")
 MOST_RESTORES, RESTORE_S = 8, 10.0
 
 
-class NoRestore:
+class NoRestore(AbstractAsyncContextManager["NoRestore"]):
     """Stands where nothing is restored."""
-
-    async def __aenter__(self) -> NoRestore:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
@@ -77,6 +74,7 @@ class RestoreQueue:
             self._filling.pop(key).set()
 
 
+@dataclass(slots=True, eq=False)
 class Restore:
     """One restore, in a task of its own: the sink is left while the stream goes on.
 
@@ -90,19 +88,16 @@ class Restore:
         lifetime: Has the task.
     """
 
-    def __init__(
-        self,
-        context: KVContext,
-        active: ActiveRequest,
-        instance: Instance,
-        key: bytes,
-        span: Span,
-        queue: RestoreQueue,
-        lifetime: Lifetime,
-    ) -> None:
-        self._context, self._active, self._instance, self._key = context, active, instance, key
-        self._span, self._queue, self._lifetime = span, queue, lifetime
-        self._ready, self._left, self._scope = anyio.Event(), anyio.Event(), anyio.CancelScope()
+    _context: KVContext
+    _active: ActiveRequest
+    _instance: Instance
+    _key: bytes
+    _span: Span
+    _queue: RestoreQueue
+    _lifetime: Lifetime
+    _ready: anyio.Event = field(default_factory=anyio.Event)
+    _left: anyio.Event = field(default_factory=anyio.Event)
+    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     async def __aenter__(self) -> Restore:
         self._lifetime.tasks.start_soon(self._run, name=f"restore of {self._active.request.id}")

@@ -12,7 +12,7 @@ from hotswap import telemetry as tm
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.views import LiveView
 from hotswap.telemetry import Telemetry
-from hotswap.view import FleetView, InstanceState
+from hotswap.view import FleetView, InstanceState, InstanceView
 
 __all__ = ["LastView", "observe_fleet"]
 
@@ -52,6 +52,10 @@ class LastView:
             self.keep()
         return () if self._last is None else (self._last,)
 
+    def instances(self) -> Iterable[InstanceView]:
+        """Return the instances of that view."""
+        return (instance for view in self.seen() for instance in view.instances)
+
     def close(self) -> None:
         """Show nothing from now on, and let go of the fleet: the meter outlives it."""
         self._state = self._last = None
@@ -75,31 +79,24 @@ def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
 
     def adapters(_: CallbackOptions) -> Iterable[Observation]:
         return [
-            Observation(len(i.adapters), {tm.INSTANCE: i.id})
-            for view in fleet.seen()
-            for i in view.instances
-            if i.max_adapters
+            Observation(len(i.adapters), {tm.INSTANCE: i.id}) for i in fleet.instances() if i.max_adapters
         ]
 
     def states(_: CallbackOptions) -> Iterable[Observation]:
         """All states of each instance, 1 for the one that it is in, so that a state that ended reads 0."""
         return [
             Observation(int(i.state is state), {tm.INSTANCE: i.id, tm.INSTANCE_STATE: state})
-            for view in fleet.seen()
-            for i in view.instances
+            for i in fleet.instances()
             for state in InstanceState
         ]
 
     def kv_blocks(_: CallbackOptions) -> Iterable[Observation]:
-        return [
-            Observation(i.num_kv_blocks, {tm.INSTANCE: i.id}) for view in fleet.seen() for i in view.instances
-        ]
+        return [Observation(i.num_kv_blocks, {tm.INSTANCE: i.id}) for i in fleet.instances()]
 
     def kv_usage(_: CallbackOptions) -> Iterable[Observation]:
         return [
             Observation(1.0 - i.num_free_kv_blocks / i.num_kv_blocks, {tm.INSTANCE: i.id})
-            for view in fleet.seen()
-            for i in view.instances
+            for i in fleet.instances()
             if i.num_kv_blocks
         ]
 

@@ -124,11 +124,8 @@ def _candidates(view: FleetView, model: ModelId, tokens: Counter[str]) -> tuple[
         )
         for instance in view.instances
     ]
-    return tuple(
-        sorted(
-            priced, key=lambda c: (bool(c.impossible), c.num_evicted, c.num_recomputed, c.swap_s, c.instance)
-        )
-    )
+    priced.sort(key=lambda c: (bool(c.impossible), c.num_evicted, c.num_recomputed, c.swap_s, c.instance))
+    return tuple(priced)
 
 
 def _impossible(model: ModelView, instance: InstanceView) -> str:
