@@ -70,6 +70,10 @@ class KVLookup:
         self._layouts[layout.model, layout.adapter] = layout
         return KVPrefix(layout, tokens, salt="" if layout.adapter is None else self._salt)
 
+    def is_common(self, layout: KVLayout) -> bool:
+        """Whether blocks of a layout have the same names in all fleets, as those of adapters have not."""
+        return layout.adapter is None and layout.computed_by != ""
+
     def stored_tokens(self, request: Request) -> int:
         """Return how many first tokens of a request are stored, without its last one, which is computed."""
         layout = self.layout(request.model, request.adapter)

@@ -166,7 +166,13 @@ class KVStore(AsyncContextManagerMixin, ABC):
 
     Blocks are evicted one by one, a block never before those that follow it, and none that is leased. A store
     may lose any block at any time, whole: that costs a prefill, and never a token.
+
+    Attributes:
+        outlives_fleets: Whether blocks are found by a fleet that opens the store later. A fleet that closes
+            then saves what its engines keep of requests that have ended.
     """
+
+    outlives_fleets: bool = False
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:

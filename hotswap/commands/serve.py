@@ -102,7 +102,8 @@ def _num_gpus() -> int:
 async def _run(serving: Serving) -> None:
     """Serve until a signal; then admit no more, let requests end, close, and stop; a second ends all."""
     door, fleet = serving.door, serving.fleet
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *RELOADS) as signals:
+    receiver = anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *RELOADS)
+    with receiver as signals, anyio.CancelScope() as scope:
         async with fleet:
             for name, model in serving.aliases:
                 fleet.models.alias(name, model)
@@ -123,6 +124,8 @@ async def _run(serving: Serving) -> None:
                     while await anext(signals) in RELOADS:
                         pass
                     tasks.cancel_scope.cancel()
+            if fleet.is_open:  # the second signal: what is left is not saved either
+                scope.cancel()
 
 
 async def _reload(serving: Serving) -> None:

@@ -1,4 +1,4 @@
-"""Closing a fleet gracefully: it admits no more requests, and ends when those under way have ended."""
+"""Closing a fleet gracefully: it admits no more requests, ends when those under way have, and saves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import anyio
 from hotswap.checks import check_seconds
 from hotswap.errors import ConfigError, FleetClosed
 from hotswap.runtime.lifetime import Lifetime
+from hotswap.runtime.offload import Offload
 from hotswap.runtime.state import FleetState
 
 __all__ = ["Closing"]
@@ -18,15 +19,16 @@ log = logging.getLogger("hotswap")
 
 
 class Closing:
-    """Whether a fleet still admits requests, and the wait for the last of them.
+    """Whether a fleet still admits requests, the wait for the last of them, and what they leave.
 
     Args:
         state: Of the fleet.
         lifetime: Of the fleet.
+        offload: Saves to the fleet's KV store; `None` without one.
     """
 
-    def __init__(self, state: FleetState, lifetime: Lifetime) -> None:
-        self._state, self._lifetime = state, lifetime
+    def __init__(self, state: FleetState, lifetime: Lifetime, offload: Offload | None) -> None:
+        self._state, self._lifetime, self._offload = state, lifetime, offload
         self._num_callers = 0
         self._is_closed = False
 
@@ -61,6 +63,7 @@ class Closing:
             num_ended = self._end_requests(deadline_s)
             await self._requests_ended()
             self._lifetime.check_open()  # its block may have been left, which ends requests too
+            await self.save()
             self._is_closed = True
             self._state.events.note("fleet_closed")
         finally:
@@ -69,26 +72,26 @@ class Closing:
                 self._state.events.note("fleet_reopened")
         return num_ended
 
+    async def save(self) -> None:
+        """Save what ended requests left for fleets that open the KV store later, unless that is done."""
+        if self._offload is not None and not self._is_closed:
+            await self._offload.save_common()
+
     async def _requests_ended(self) -> None:
         while self._state.entering or self._state.requests:
             await self._state.changed(self._state.version)
 
     def _end_requests(self, deadline_s: float | None) -> int:
         entering, left = tuple(self._state.entering), tuple(self._state.requests.values())
+        closed = f"The fleet closed {deadline_s} s after it began to"
         for request in entering:
             request.abort(
-                FleetClosed(
-                    f"The fleet closed {deadline_s} s after it began to, before the prompt of a request was "
-                    "read. Ask another fleet."
-                )
+                FleetClosed(f"{closed}, before the prompt of a request was read. Ask another fleet.")
             )
         for active in left:
-            active.abort(
-                FleetClosed(
-                    f"The fleet closed {deadline_s} s after it began to; request {active.request.id!r} had "
-                    f"not finished, and {active.num_generated} tokens were given. Ask another fleet."
-                )
-            )
+            given = f"{active.num_generated} tokens were given"
+            unfinished = f"request {active.request.id!r} had not finished, and {given}"
+            active.abort(FleetClosed(f"{closed}; {unfinished}. Ask another fleet."))
         if num_ended := len(entering) + len(left):
             log.warning("The fleet closed before %d requests had finished; they ended unfinished.", num_ended)
         return num_ended

@@ -135,7 +135,7 @@ class Core(AsyncContextManagerMixin):
         self.lifetime = Lifetime()
         limits = limits or SwapLimits()
         self.offload = Offload.of(state, self.lifetime, telemetry, limits.evict_s / 2, kv_write_through_s)
-        self.closing = Closing(state, self.lifetime)
+        self.closing = Closing(state, self.lifetime, self.offload)
         self.admission = Admission(state, router, max_waiting=max_waiting)
         self.caches = AdapterCaches(state, telemetry)
         self.texts = Texts(state.store, self.lifetime)
@@ -212,6 +212,7 @@ class Core(AsyncContextManagerMixin):
                         error = exc
                     finally:
                         self._stop(tasks)
+                await self.closing.save()
             except Exception as exc:
                 error = exc
         if error is not None:
@@ -411,8 +412,7 @@ class Core(AsyncContextManagerMixin):
         check_strings(InvalidRequest, request_id=id)
         if not (0 < len(id) <= _MAX_ID_CHARACTERS and id.isascii() and id.isprintable()):
             raise InvalidRequest(
-                f"request_id is {shown(id)}; give 1 to {_MAX_ID_CHARACTERS} characters of ASCII that can be "
-                "shown."
+                f"request_id is {shown(id)}; give 1 to {_MAX_ID_CHARACTERS} printable characters of ASCII."
             )
         if self.state.under_way(RequestId(id)):
             raise _taken(id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Never
@@ -88,12 +87,11 @@ class Save:
 
     async def ahead(self, pause_s: float = AHEAD_S) -> Never:
         """Save the full blocks of requests that decode, and what ended ones left, until it is cancelled."""
-        for turn in itertools.count():
-            await self.full_blocks()
-            if not turn:
-                await self.ended()
+        await self.full_blocks()
+        await self.ended()
+        while True:
             await anyio.sleep(pause_s)
-        raise AssertionError
+            await self.full_blocks()
 
     async def full_blocks(self) -> None:
         """Save the full blocks of requests that decode, once."""
@@ -103,13 +101,18 @@ class Save:
                     active, self._num_saved.get(active.request.id, 0)
                 )
 
-    async def ended(self) -> None:
-        """Save what ended requests left in the engine's prefix cache, the latest first."""
+    async def ended(self, *, common: bool = False) -> None:
+        """Save what ended requests left in the engine's prefix cache, the latest first.
+
+        With `common` that alone which other fleets find.
+        """
         engine = self._instance.engine
         if not isinstance(engine, SupportsKVListing):
             return
         with logged("listed", self._instance.id):
             for cached in await engine.cached_kv():
+                if common and not self._context.lookup.is_common(cached.layout):
+                    continue
                 with logged("saved", self._instance.id):
                     prefix = self._context.lookup.prefix(cached.layout, cached.tokens)
                     await self._copy(cached, self._put(prefix, share=ENDED_SHARE))

@@ -3,6 +3,7 @@
     save      full blocks while requests decode, in a preload and until the deadline; then all requests stop
               at one step boundary, the rest is copied, and each is released as after any eviction
     restore   a move whose source is the store: the blocks are in the prefix cache when the stream begins
+    at last   what ended requests left, when the fleet closes, if the store outlives it
 
 Both are moves whose other end is a `KVStore`, by the verbs of `SupportsMigration`. Nothing depends on them: a
 block that is missing is computed again, and what fails is logged and left out.
@@ -10,8 +11,9 @@ block that is missing is computed again, and what fails is logged and left out.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -116,19 +118,29 @@ class Offload:
                 await save.ahead()
 
     async def _write_through(self, every_s: float) -> None:
-        """Save full blocks of what runs again and again, on all instances at once."""
+        """Save full blocks of what runs again and again."""
         while True:
             await anyio.sleep(every_s)
-            async with anyio.create_task_group() as tasks:
-                for instance in self._context.state.instances.values():
-                    if isinstance(instance.engine, SupportsMigration):
-                        tasks.start_soon(self._save_full, instance)
+            await self._on_all(AHEAD, Save.full_blocks)
 
-    async def _save_full(self, instance: Instance) -> None:
-        with anyio.move_on_after(self._save_s), logged(AHEAD, instance.id):
-            if instance.status().state is InstanceState.SERVING:
-                with self._saving(instance, Saved(), None) as save:
-                    await save.full_blocks()
+    async def save_common(self) -> None:
+        """Save what ended requests left, if the store keeps it for fleets that open it later."""
+        if self._context.store.outlives_fleets:
+            await self._on_all("saved", partial(Save.ended, common=True))
+
+    async def _on_all(self, what: str, saves: Callable[[Save], Awaitable[None]]) -> None:
+        """Save on all instances that serve, at once; what does not work is left out."""
+
+        async def save_on(instance: Instance) -> None:
+            with anyio.move_on_after(self._save_s), logged(what, instance.id):
+                is_serving = instance.status().state is InstanceState.SERVING
+                if is_serving and isinstance(instance.engine, SupportsMigration):
+                    with self._saving(instance, Saved(), None) as save:
+                        await saves(save)
+
+        async with anyio.create_task_group() as tasks:
+            for instance in self._context.state.instances.values():
+                tasks.start_soon(save_on, instance)
 
     async def save_running(self, instance: Instance) -> frozenset[RequestId]:
         """Stop the requests that run on an instance, save their blocks, and have the engine evict them.
@@ -213,9 +225,7 @@ async def beside(
     offload: Offload | None, instance: Instance, saved: Saved, span: Span
 ) -> AsyncGenerator[None]:
     """Save full blocks of an instance while a block runs, whose errors are raised as they are."""
-    if offload is None:
-        yield
-        return
     async with tasks_beside() as tasks:
-        tasks.start_soon(offload.save_ahead, instance, saved, span)
+        if offload is not None:
+            tasks.start_soon(offload.save_ahead, instance, saved, span)
         yield

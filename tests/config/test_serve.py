@@ -97,6 +97,20 @@ def test_a_file_is_served_until_a_signal_and_streams_end_in_time(tmp_path: Path)
         assert time.monotonic() - began_s < 30.0  # the grace is 1 s, and the machine may be busy
 
 
+def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(SIMULATED.replace("grace_s = 1.0", "grace_s = 10_000"))
+    with serving(str(file)) as (process, url):
+        long = {"model": "small", "prompt": [1, 2], "max_tokens": 10_000, "logprobs": 0, "stream": True}
+        with post(f"{url}/v1/completions", {**long, "min_tokens": 10_000}) as stream:
+            assert stream.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            assert any(line.startswith("Closing") for line in process.stderr)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
 def test_a_file_is_read_again_on_a_signal(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"

@@ -273,20 +273,28 @@ async def test_a_chat_finds_its_history_after_its_model_was_away(store: DictStor
             await fleet.swap("e0", to="a")
 
 
+@pytest.mark.parametrize("way", ["left", "closed gracefully", "left amid its answer"])
 async def test_a_chat_finds_its_history_after_its_service_was_started_anew(
-    store: DictStore, tmp_path: Path
+    store: DictStore, tmp_path: Path, way: str
 ) -> None:
     """By its first request already, which tells the layout of blocks."""
     history, num_before = PROMPTS[0], 0
     for turn in range(4):
+        tokens: list[int] = []
         async with make_fleet(store, SharedKVStore(tmp_path / "shared", "64 MiB")) as fleet:
             await fleet.swap("e0", to="a")
-            answer = await fleet.generate("a", history, Sampling(max_tokens=20, ignore_eos=True))
-            assert num_before - answer.usage.reused_tokens <= 32
-            history += tuple(token.id for token in answer.tokens)
-            num_before = len(history)
-            history += prompt(turn, 15)
-            await fleet.swap("e0", to="b")
+            stream = fleet.stream("a", history, Sampling(max_tokens=20, ignore_eos=True))
+            async with stream as answer:
+                async for token in answer:
+                    tokens.append(token.id)
+                    if way == "left amid its answer" and len(tokens) == 10:
+                        break
+                assert num_before - answer.usage.reused_tokens <= 32
+                if way == "closed gracefully":
+                    await fleet.close_gracefully()
+        history += tuple(tokens)
+        num_before = len(history)
+        history += prompt(turn, 15)
 
 
 async def test_requests_of_one_prompt_are_restored_with_one_copy_of_it(store: DictStore) -> None:

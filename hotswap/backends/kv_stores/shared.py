@@ -66,6 +66,8 @@ class SharedKVStore(IndexedKVStore[BlockFile]):
         StoreError: on entering or later, the directory cannot be used, was removed, or its log is damaged.
     """
 
+    outlives_fleets = True
+
     def __init__(self, directory: str | Path, capacity: int | str) -> None:
         super().__init__(capacity, tier="shared")
         self._directory = Path(directory)
