@@ -144,6 +144,8 @@ def test_the_youngest_is_preempted_and_reuses_its_cached_blocks() -> None:
         plan = bench.step()
     assert [chunk.sequence for chunk in plan.chunks] == [old]
     assert bench.batcher.waiting[0] is young, "before those that came after it"
+    (kept,) = bench.batcher.blocks.cached_ends()
+    assert kept.key in young.keys, "a swap finds it among the prefixes of requests that have ended"
     num_tokens, num_computed = len(young.tokens), bench.num_computed_tokens
     list(steps_of(bench))
     assert bench.ended == [old, last, young] or bench.ended == [old, young, last]
