@@ -88,10 +88,9 @@ class Closing:
             request.abort(
                 FleetClosed(f"{closed}, before the prompt of a request was read. Ask another fleet.")
             )
-        for active in left:
-            given = f"{active.num_generated} tokens were given"
-            unfinished = f"request {active.request.id!r} had not finished, and {given}"
-            active.abort(FleetClosed(f"{closed}; {unfinished}. Ask another fleet."))
+        for one in left:
+            told = f"request {one.request.id!r} had not finished, and {one.num_generated} tokens were given"
+            one.abort(FleetClosed(f"{closed}; {told}. Ask another fleet."))
         if num_ended := len(entering) + len(left):
             log.warning("The fleet closed before %d requests had finished; they ended unfinished.", num_ended)
         return num_ended

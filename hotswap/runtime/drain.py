@@ -95,9 +95,8 @@ class Drain:
             return None
         self._state.refresh()
         destination = self._admission.choose(active.remaining)
-        if destination is None or destination is self._instance or self._moves.is_busy(destination):
-            return None
-        return destination
+        is_free = destination not in (None, self._instance) and not self._moves.is_busy(destination)
+        return destination if is_free else None
 
     async def _move(self, active: ActiveRequest, destination: Instance, all_moves: anyio.CancelScope) -> None:
         try:

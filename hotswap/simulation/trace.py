@@ -232,11 +232,9 @@ def generate(
     random = Random(seed)
     prompts = prompt_tokens or log_normal_lengths(128)
     outputs = output_tokens or log_normal_lengths(64)
-    gaps = (
-        poisson_gaps(random, rate_per_s=rate_per_s)
-        if cv == 1
-        else gamma_gaps(random, rate_per_s=rate_per_s, cv=cv)
-    )
+    gaps = poisson_gaps(random, rate_per_s=rate_per_s)
+    if cv != 1:
+        gaps = gamma_gaps(random, rate_per_s=rate_per_s, cv=cv)
     names, below = list(models), list(itertools.accumulate(models.values()))
     arrivals = itertools.takewhile(lambda at_s: at_s <= seconds, itertools.accumulate(gaps))
     return Trace(
