@@ -30,8 +30,11 @@ log = logging.getLogger("hotswap")
 MOST_RESTORES, RESTORE_S = 8, 10.0
 
 
+@dataclass(frozen=True, slots=True)
 class NoRestore(AbstractAsyncContextManager["NoRestore"]):
-    """Stands where nothing is restored."""
+    """Stands where nothing is restored, from the loop time `since_s` on: adapters are loaded before."""
+
+    since_s: float = 0.0
 
     async def __aexit__(self, *_: object) -> None:
         return None

@@ -23,12 +23,13 @@ from hotswap import telemetry as tm
 from hotswap.checks import check_positive_seconds
 from hotswap.errors import ConfigError
 from hotswap.kv_store import KVStore
+from hotswap.loop_time import current_time
 from hotswap.migration import KVLayout, SupportsMigration
 from hotswap.request import RequestId
 from hotswap.runtime.active import ActiveRequest
 from hotswap.runtime.instance import Instance
 from hotswap.runtime.kv_context import AHEAD, KVContext, logged
-from hotswap.runtime.kv_restoring import NO_RESTORE, NoRestore, Restore, RestoreQueue
+from hotswap.runtime.kv_restoring import NoRestore, Restore, RestoreQueue
 from hotswap.runtime.kv_saving import Save, Saved
 from hotswap.runtime.lifetime import Lifetime
 from hotswap.runtime.state import FleetState
@@ -186,29 +187,30 @@ class Offload:
         # Log-probabilities of a prompt are told of what is computed.
         is_told = request.sampling.prompt_logprobs is not None and not request.generated
         if is_told or not isinstance(instance.engine, SupportsMigration):
-            return NO_RESTORE
+            return NoRestore(current_time())
         if (queue := self._queues.get(instance)) is None:
             queue = self._queues[instance] = RestoreQueue()
         if layout is None:  # the store may have blocks of an earlier fleet, whose layout the instance tells
             if not (request.adapter is None and lookup.has(request.model) and queue.is_first(request.model)):
-                return NO_RESTORE
+                return NoRestore(current_time())
             key = request.model.encode()
             return Restore(self._context, active, instance, key, span, queue, self._lifetime)
         prefix = lookup.prefix(layout, request.tokens[:-1])
         with logged("looked up", request.id):
             num_tokens = self._context.store.lookup(prefix)
         if not num_tokens or not self._is_sooner_copied(num_tokens, layout):
-            return NO_RESTORE
+            return NoRestore(current_time())
         key = prefix.key(num_tokens // layout.block_tokens // 2)
         return Restore(self._context, active, instance, key, span, queue, self._lifetime)
 
     def learn_first(self, active: ActiveRequest, num_reused: int, restored: Restore | NoRestore) -> None:
         """Learn from the first token of a stay what was kept, or what computing takes without a restore."""
+        times, request = self._context.state.times, active.remaining
         if active.num_evicted:
-            self._context.state.times.learn_return(active.remaining.num_tokens, num_reused)
-        if restored is NO_RESTORE:
-            num_computed = active.remaining.num_tokens - num_reused
-            self._context.state.times.learn_first(active.request.model, num_computed, active.stay()[1])
+            times.learn_return(request.num_tokens, num_reused)
+        if isinstance(restored, NoRestore):
+            seconds = current_time() - restored.since_s
+            times.learn_first(request.model, request.num_tokens - num_reused, seconds)
 
     def _is_sooner_copied(self, num_tokens: int, layout: KVLayout) -> bool:
         """Whether restoring is expected to take less time than computing; a few are tried in any case."""

@@ -14,7 +14,17 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from hotswap import Fleet, FleetStream, InstanceState, Request, Sampling, SwapLimits, TimesView
+from hotswap import (
+    Adapter,
+    Fleet,
+    FleetStream,
+    InstanceState,
+    ModelId,
+    Request,
+    Sampling,
+    SwapLimits,
+    TimesView,
+)
 from hotswap.abc import (
     CachedKV,
     Engine,
@@ -553,6 +563,44 @@ async def test_stays_that_waited_for_a_restore_teach_nothing_of_computing() -> N
             for client in clients:
                 await client.has(len(client.tokens) + 2)
     assert max(store.token_s) < 2 * min(store.token_s)
+
+
+@virtual_time
+async def test_loads_of_adapters_teach_nothing_of_computing() -> None:
+    """Requests wait for them whether their blocks are restored or computed."""
+    store, adapters = Asked(), [Adapter(name, "a") for name in ("x", "y")]
+    engine = SimEngine("e0", replace(PROFILE, adapter_s=2.0), kv_blocks=512, kv_block_tokens=16)
+    async with make_fleet(store, [engine], adapters=adapters) as fleet:
+        await fleet.swap("e0", to="a")
+        for number, adapter in enumerate(adapters):
+            await fleet.generate("a", PROMPTS[number], SHORT, adapter=adapter.id)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(fleet.generate, "a", PROMPTS[2], SHORT, adapter="x"))
+            await anyio.sleep(0.5)
+            await fleet.swap("e0", to="b")
+            await fleet.swap("e0", to="a")
+    assert 0 < max(store.token_s) < 3 * PROFILE.token_s
+
+
+@virtual_time
+async def test_what_is_stored_is_told_by_adapter() -> None:
+    """Requests of one prompt have blocks of their own for each adapter, and for none."""
+    adapters = [Adapter(name, "a") for name in ("x", "y")]
+    async with make_fleet(SimKVStore("1 GiB"), adapters=adapters) as fleet:
+        await fleet.swap("e0", to="a")
+        async with anyio.create_task_group() as tasks:
+            for name in ("x", "y"):
+                tasks.start_soon(partial(fleet.generate, "a", PROMPTS[0], LONG, adapter=name))
+            await until(lambda: fleet.num_tokens[ModelId("a")] > 20)
+            await fleet.swap("e0", to="b")
+            begun = fleet.view().waiting
+            assert [request.stored_tokens for request in begun] == [one.num_tokens - 1 for one in begun]
+            for other in ("x", "y", None):
+                tasks.start_soon(partial(fleet.generate, "a", (*PROMPTS[0], 7), SHORT, adapter=other))
+            await until(lambda: len(fleet.view().waiting) == 5)
+            new = {one.adapter: one.stored_tokens for one in fleet.view().waiting if one not in begun}
+            assert new == {"x": 150, "y": 150, None: 0}
+            await fleet.swap("e0", to="a")
 
 
 class StuckSource(EditedMoves):
