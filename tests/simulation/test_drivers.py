@@ -266,6 +266,22 @@ def test_adapters_that_are_held_ahead() -> None:
     assert_same(mixed(6, adapters=9), cluster, router=AffinityRouter(), scheduler=scheduler)
 
 
+def test_one_with_an_adapter_and_one_without_that_are_admitted_at_the_same_moment() -> None:
+    """Two places come free at once. The one with an adapter, which is held by then, was there first."""
+    fields = [(0.0, 9, 1, "x"), (9.0, 9, 20, ""), (9.0, 9, 19, ""), (9.1, 9, 1, "x"), (9.1, 3_000, 1, "")]
+    trace = Trace(
+        tuple(
+            TraceRequest(arrive_s=at_s, prompt_tokens=prompt, output_tokens=output, adapter=adapter)
+            for at_s, prompt, output, adapter in fields
+        )
+    )
+    cluster = Cluster(num_engines=1, max_requests=2, min_replicas=1)
+    outcome = assert_same(trace, cluster, router=LeastLoadedRouter(), scheduler=SWAP)
+    first_s = [request.first_s or 0.0 for request in outcome.requests]
+    assert outcome.requests[1].ended_s == outcome.requests[2].ended_s
+    assert first_s[3] < first_s[4]
+
+
 def test_a_host_tier_that_holds_one_model() -> None:
     cluster = Cluster(num_engines=2, host_bytes=40 << 30)
     outcome = assert_same(

@@ -47,7 +47,7 @@ class SimulatedRequest(ActiveRequest):
 
     __slots__ = ("__weakref__", "_begun", "_core", "_ended", "_event", "_is_answered", "_left", "_listener",
         "_loading", "_num_before", "_restored", "_sequence", "_standing", "_ticket",
-        "error", "first_s", "number",
+        "_why_left", "error", "first_s", "number",
     )  # fmt: skip
 
     def __init__(self, new: NewRequest, core: Core, number: int, listener: RequestListener) -> None:
@@ -61,6 +61,7 @@ class SimulatedRequest(ActiveRequest):
         self._sequence: Counted | None = None
         self._left: anyio.Event | None = None  # its adapter is held until then
         self._event: Event = _INTERRUPTED
+        self._why_left: Event = _INTERRUPTED
         self._loading: anyio.CancelScope | None = None
         self._restored: Restore | NoRestore = NO_RESTORE
 
@@ -86,14 +87,16 @@ class SimulatedRequest(ActiveRequest):
         elif self._sequence is not None and not self._sequence.closed and self.instance is not None:
             self._num_before = self.num_generated
             _engine(self.instance).drop(self._sequence)
-            asyncio.get_running_loop().call_soon(self._leave, _INTERRUPTED)
+            self._leave_soon(_INTERRUPTED)
 
     # ------------------------------------------------------------------ what its ticket sets
 
     def set(self) -> None:
         """Take the answer, in the next turn of the loop; a client's task has to begin before."""
         self._is_answered = True
-        if self._begun:
+        if self._begun and self._is_made_ready:
+            self._core.lifetime.tasks.start_soon(self._take_and_run)
+        elif self._begun:
             asyncio.get_running_loop().call_soon(self._take)
 
     def is_set(self) -> bool:
@@ -117,12 +120,7 @@ class SimulatedRequest(ActiveRequest):
 
     def ended(self, error: Exception | None) -> None:
         """Leave the instance, which has ended the sequence, in the next turn of the loop."""
-        asyncio.get_running_loop().call_soon(self._note_end, error)
-
-    def _note_end(self, error: Exception | None) -> None:
-        if self._sequence is not None:
-            self._num_before = self._sequence.position
-            self._leave(_FINISHED if error is None else departure(error))
+        self._leave_soon(_FINISHED if error is None else departure(error))
 
     # ------------------------------------------------------------------ its states
 
@@ -147,30 +145,48 @@ class SimulatedRequest(ActiveRequest):
             request, self.arrival, standing=self._standing, answered=self
         )
 
+    @property
+    def _is_made_ready(self) -> bool:
+        """Whether instances are made ready for it, by a task: with its adapter, or with KV blocks."""
+        return self.adapter is not None or self._core.offload is not None
+
     def _take(self) -> None:
+        if (instance := self._taken()) is not None:
+            self._hop(instance)
+
+    async def _take_and_run(self) -> None:
+        """Do as `_take`, in a task that has begun when a callback would have been called."""
+        if (instance := self._taken()) is not None:
+            await self._run(instance, self._arrive(instance))
+
+    def _taken(self) -> Instance | None:
+        """Return the instance of its ticket; none if an error is the answer, which ends it."""
         ticket, self._ticket = self._ticket, None  # which refers to this request in turn
         assert ticket is not None
         try:
-            instance = self._core.admission.take(ticket)
+            return self._core.admission.take(ticket)
         except Exception as exc:  # a router's fault, or a model that cannot be loaded
             self._end(exc)
-            return
-        self._hop(instance)
+            return None
 
     def _hop(self, instance: Instance) -> None:
+        if self._is_made_ready:
+            self._core.lifetime.tasks.start_soon(self._run, instance, self._arrive(instance))
+            return
+        self._arrive(instance)
+        self._left = None
+        try:
+            self._admit(instance)
+        except Exception as exc:
+            self._depart(instance, departure(exc))
+
+    def _arrive(self, instance: Instance) -> anyio.Event:
         self._core.state.attach(self, instance)
         self.begin_hop(instance)
-        if self.adapter is None and self._core.offload is None:
-            self._left = None
-            try:
-                self._admit(instance)
-            except Exception as exc:
-                self._depart(instance, departure(exc))
-        else:
-            self._left = anyio.Event()
-            self._core.lifetime.tasks.start_soon(self._made_ready, instance, self._left)
+        self._left = anyio.Event()
+        return self._left
 
-    async def _made_ready(self, instance: Instance, left: anyio.Event) -> None:
+    async def _run(self, instance: Instance, left: anyio.Event) -> None:
         """Run on an instance once it has the adapter and the KV blocks that are stored."""
         self._event = _INTERRUPTED
         try:
@@ -182,6 +198,7 @@ class SimulatedRequest(ActiveRequest):
                     self._loading = None
                     self._admit(instance)
                     await left.wait()
+                    self._note_left()
         except Exception as exc:
             self._event = departure(exc)
         self._loading, self._restored = None, NO_RESTORE
@@ -195,13 +212,23 @@ class SimulatedRequest(ActiveRequest):
         request = self.remaining if self._num_before else self.request
         self._sequence = _engine(instance).admit(request, self)
 
-    def _leave(self, event: Event) -> None:
-        self._sequence, self._event = None, event
-        if self._left is None:
-            assert self.instance is not None
-            self._depart(self.instance, event)
-        else:  # the task gives the adapter back first
+    def _leave_soon(self, why: Event) -> None:
+        """Leave in the next turn of the loop: then a task wakes, or a callback is called."""
+        self._why_left = why
+        if self._left is not None:
             self._left.set()
+        else:
+            asyncio.get_running_loop().call_soon(self._leave)
+
+    def _leave(self) -> None:
+        self._note_left()
+        assert self.instance is not None
+        self._depart(self.instance, self._event)
+
+    def _note_left(self) -> None:
+        if self._sequence is not None and self._why_left is not _INTERRUPTED:
+            self._num_before = self._sequence.position
+        self._sequence, self._event = None, self._why_left
 
     def _depart(self, instance: Instance, event: Event) -> None:
         """End a stay, and go on from there."""
