@@ -147,6 +147,15 @@ def test_a_model_that_is_rarely_asked_for_waits_little_longer_than_four_swaps(
     assert plan(steady) == []  # requests for it come often, so others will share its turn
 
 
+@pytest.mark.parametrize("absent_s", [99.0, 1e6, inf])
+def test_a_rare_model_that_failed_to_load_goes_by_what_is_lost_alone(absent_s: float) -> None:
+    """Each attempt may evict four requests for nothing, as long as its weights cannot be read."""
+    models = [model("a", 4), model("b", 1, waiting=1, failed=1)]
+    first_rule = (2 * 160.0 * 4 * LOAD_S) ** 0.5  # of which half is lost
+    for wait_s, planned in ((first_rule - 0.1, []), (first_rule + 0.1, [("e0", "b")])):
+        assert plan(of([serving("e0", "a", 4)], models, [("b", wait_s)], absent_s=absent_s)) == planned
+
+
 @pytest.mark.parametrize(
     ("here_s", "num_remaining", "cost_s"),
     [(20.0, 10_000, 40.0), (80.0, 10_000, 10.0), (99.0, 50_000, 40 * 40 / 198), (90.0, 3_500, 10.0)],

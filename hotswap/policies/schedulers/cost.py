@@ -51,7 +51,8 @@ class CostSwap(Scheduler):
     its replicas; *whole* the seconds for which a request is on *i* in all; *w* the `weight`; *q* the other
     models that wait without a replica, *E* the instances, *o* the requests that wait for other models, by
     weight, over *E*; *end* the seconds until the requests on *i* have ended, *come* those that come for *v*
-    until then; *A* the seconds since *m* last had an instance. An instance without a request costs nothing.
+    until then; *A* the seconds since an instance was last taken from *m*. An instance without a request costs
+    nothing.
 
     **Evicted requests** stop until *i* has come to *m*, *m* has had a turn of 2 *S*, the *q* others, on *E*
     instances, have had theirs, and *i* has come back; then their tokens are computed again, or those copied
@@ -76,6 +77,8 @@ class CostSwap(Scheduler):
     So from 4 *S* on a model has its turn once a second more of waiting (*ages*) costs more than a second has
     cost on average since its last turn, this visit included. Where requests come all the time that is hardly
     sooner than by the first rule; where other models wait as well, instances take turns by the first rule.
+    So does a model whose latest load failed, since its next one may evict requests for nothing. One that has
+    had no instance taken from it yet has its turn after 4 *S*.
 
     **A swap back and tokens that are computed again** take time of an instance, which all that wait for other
     models wait for, an *E*-th each. So where many wait, fewer are evicted.
@@ -172,7 +175,7 @@ class _Wait:
         """Return what so many seconds cost at the rate at which those lose now that have waited long."""
         patience_s = _PATIENCE * max(swap_s, 1e-6)
         rate = sum(2 * wait_s / patience_s for wait_s in self._seconds if wait_s > patience_s)
-        return ldexp(rate * seconds * self.model.weight, -self.model.num_failed_loads) if rate else 0.0
+        return rate * seconds * self.model.weight if rate else 0.0
 
     def loses_more_than(self, most_s: float, after_s: float) -> bool:
         """Whether `more_s` is more for certain: it is at least `after_s` for each of them."""
@@ -230,7 +233,7 @@ class _Busy:
 
     def lost_s(self, stop_s: float) -> float:
         """Return what its requests lose if they stop for so long: each the more, the shorter it is."""
-        known_s = sum(stop_s if stop_s >= whole_s else stop_s**2 / whole_s for whole_s in self._whole_s)
+        known_s = stop_s * sum(1.0 if stop_s >= whole_s else stop_s / whole_s for whole_s in self._whole_s)
         return self.donor.weight * (known_s + self._num_unknown * stop_s)
 
 
@@ -267,11 +270,11 @@ class _Costs:
         return -wait.lost_s(min(swaps_s, default=inf)), wait.model.id
 
     def absent_s(self, model: ModelView) -> float:
-        """Return the seconds since a model had an instance, if it alone waits for one; 0 if not.
+        """Return the seconds since an instance was taken from a model, if it alone waits for one; 0 if not.
 
-        Infinitely many if it never had one.
+        Infinitely many if none ever was. 0 after a failed load, which the next may do as well.
         """
-        if self._queued != {model.id}:
+        if self._queued != {model.id} or model.num_failed_loads:
             return 0.0
         return inf if model.last_evicted_s is None else self._fleet.now_s - model.last_evicted_s
 
