@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from hotswap.cli import main
 from hotswap.offline.replay import dump_view
 from hotswap.profiling import Profile
 from tests.backends.stores.models import UNIT, put, read
-from tests.policies.views import fleet, model, serving
+from tests.policies.loads import running
+from tests.policies.views import fleet, model, serving, waiting
 
 ROOT = Path(__file__).parents[1]
 
@@ -311,18 +313,41 @@ def test_a_view_that_is_none_is_refused_in_one_line(text: str, says: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("place", "key", "value"),
-    [("", "now_s", math.inf), ("models", "num_running", -5), ("instances", "num_requests", -1)],
+    [
+        ("", "now_s", math.inf),
+        ("models", "num_running", -5),
+        ("models", "weight", 0.0),
+        ("models", "weight", math.inf),
+        ("models", "last_evicted_s", 5.1),  # which is later than now_s
+        ("models", "unserved_since_s", math.nan),
+        ("instances", "num_requests", -1),
+        ("instances", "serving_since_s", math.inf),
+        ("instances", "memory_bytes", -1),
+        ("waiting", "waiting_since_s", math.inf),
+        ("waiting", "waiting_since_s", -math.inf),
+        ("waiting", "waiting_since_s", -1.0),
+        ("waiting", "arrived_s", 6.0),
+        ("running", "since_s", -1.0),
+        ("running", "num_remaining", -1),
+        ("times", "unload_s", -0.1),
+        ("times", "token_s", math.inf),
+        ("times", "load_bytes_per_s", [["host", 0.0]]),
+    ],
 )
 def test_a_view_that_no_fleet_has_is_refused_in_one_line(
-    place: str, key: str, value: float, tmp_path: Path
+    place: str, key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    view = json.loads(dump_view(fleet([serving("e0", "a", 1)], [model("a", 1)], now_s=5.0)))
-    (view[place][0] if place else view)[key] = value
+    queue, models = (waiting("b", 1.0),), [model("a", 1), model("b", 1, waiting=1)]
+    whole = fleet([serving("e0", "a", 1)], models, now_s=5.0, waiting=queue)
+    view = json.loads(dump_view(replace(whole, running=(running("r", on="e0"),))))
+    part = view[place] if place else view
+    (part[0] if isinstance(part, list) else part)[key] = value
     (tmp_path / "view.json").write_text(json.dumps(view))
-    done = run("plan", tmp_path / "view.json", "--scheduler", "WeightedLoadSwap()")
-    assert done.returncode == 2
-    assert f"{key} " in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert main(["plan", str(tmp_path / "view.json"), "--scheduler", "WeightedLoadSwap()"]) == 2
+    error = capsys.readouterr().err
+    assert f"{key} " in error
+    assert "; give " in error
+    assert error.count("\n") == 1
 
 
 def test_least_searches_for_every_scheduler_that_is_named() -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from math import isfinite
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from math import inf, isfinite
 from pathlib import Path
+from typing import Any, cast
 
 from hotswap.errors import ConfigError
 from hotswap.offline.replay import load_view
 from hotswap.policies.by_name import scheduler_named
 from hotswap.simulation.explanation import Explanation, explain
-from hotswap.view import FleetView, InstanceView, ModelView
+from hotswap.view import FleetView
 
 __all__ = ["explained", "plan"]
+
+# Fields with a time at which something was; as all whose name ends in `since_s`.
+_LOOP_TIMES = frozenset({"arrived_s", "asked_s", "last_evicted_s", "last_used_s", "swapped_s"})
+# A remote engine's clock may have begun before this one's.
+_FREE = frozenset({"kept_since_s", "now_s", "priority"})
 
 
 def plan(view: Path, scheduler: str) -> Explanation:
@@ -28,12 +35,42 @@ def plan(view: Path, scheduler: str) -> Explanation:
 def _check(view: FleetView) -> None:
     """Raise a ValueError if no fleet could have such a view, with which no scheduler can plan."""
     if not isfinite(view.now_s):
-        raise ValueError(f"now_s is {view.now_s}, which is no time")
-    parts: tuple[ModelView | InstanceView, ...] = (*view.models, *view.instances)
-    for part in parts:
-        for name in (field.name for field in fields(part) if field.name.startswith("num_")):
-            if (count := getattr(part, name)) < 0:
-                raise ValueError(f"{name} of {part.id!r} is {count}; counts are 0 or more")
+        raise ValueError(f"now_s is {view.now_s}, which is no time; give the finite time of the view")
+    for tier, bytes_per_s in view.times.load_bytes_per_s:
+        if not bytes_per_s > 0:
+            raise ValueError(f"load_bytes_per_s of {tier!r} is {bytes_per_s}; give a number over 0")
+    for part in _parts(view):
+        for name in (field.name for field in fields(part)):
+            value = getattr(part, name)
+            if isinstance(value, int | float) and (wanted := _wanted(name, value, view.now_s)):
+                of = f" of {part.id!r}" if hasattr(part, "id") else ""
+                raise ValueError(f"{name}{of} is {value}; give {wanted}")
+
+
+def _parts(value: object) -> Iterator[Any]:
+    """Yield all dataclasses that a value has, and itself if it is one."""
+    if isinstance(value, tuple):
+        for item in cast("tuple[object, ...]", value):
+            yield from _parts(item)
+    elif is_dataclass(value):
+        yield value
+        for field in fields(value):
+            yield from _parts(getattr(value, field.name))
+
+
+def _wanted(name: str, value: float, now_s: float) -> str:
+    """Return what a field must be, by its name; "" if it is that already."""
+    if name in _FREE:
+        return ""
+    if name.endswith("per_s"):
+        return "" if value > 0 else "a number over 0"
+    if name == "weight":
+        return "" if 0 < value < inf else "a finite number over 0"
+    if name in _LOOP_TIMES or name.endswith("since_s"):
+        return "" if 0 <= value <= now_s else f"a time of the loop, 0 to now_s, which is {now_s:g}"
+    if name.endswith("_s"):
+        return "" if 0 <= value < inf else "finite seconds from 0 on"
+    return "" if value >= 0 else "a number from 0 on"
 
 
 def explained(explanation: Explanation) -> dict[str, object]:
