@@ -109,21 +109,43 @@ def test_requests_that_end_soon_are_drained_for_as_long_as_that_costs_less_than_
     assert swap.deadline_s == 0.0
 
 
-@pytest.mark.parametrize(("num_here", "cost_s"), [(1, 0.2), (2, 0.2 + 0.2 / 20.2 * 40.1)])
-def test_a_drain_costs_the_waits_of_those_that_come_in_the_meantime(num_here: int, cost_s: float) -> None:
-    """Beside two, one comes in 20.2 s: a hundredth of one in 0.2 s, which waits for 40 s and half of that."""
+# Beside two, one comes in 20.2 s: a hundredth of one in 0.2 s, which waits for 40 s and half of that.
+COMES = 0.2 / 20.2 * 40.1
+
+
+@pytest.mark.parametrize(
+    ("num_here", "weight", "num_replicas", "prefill_s", "cost_s", "deadline_s"),
+    [
+        (1, 1.0, 1, 0.0, 0.2, 25.6),  # of which the double costs more than the 40 s of an eviction
+        (2, 1.0, 1, 0.0, 0.2 + COMES, 12.8),
+        (2, 3.0, 1, 0.0, 0.2 + 3 * COMES, 25.6),
+        (2, 1.0, 2, 0.0, 0.2 + COMES / 2, 12.8),
+        (2, 1.0, 1, 20.0, 0.2 + COMES, 25.6),  # those that are drained are not computed again
+    ],
+)
+def test_a_drain_costs_the_waits_of_those_that_come_in_the_meantime(
+    num_here: int, weight: float, num_replicas: int, prefill_s: float, cost_s: float, deadline_s: float
+) -> None:
+    num_tokens = int(prefill_s / TimesView().prefill_token_s / num_here)
     names = [f"r{number}" for number in range(num_here)]
-    runs = [replace(running(name, "e0"), num_tokens=0, since_s=NOW_S - 20.0) for name in names]
-    models = [model("a", num_here), model("b", 1, waiting=1)]
+    runs = [replace(running(name, "e0"), num_tokens=num_tokens, since_s=NOW_S - 20.0) for name in names]
+    models = [model("a", num_here, w=weight), model("b", 1, waiting=1)]
+    others = [serving(f"e{number}", "a", 1, since_s=NOW_S) for number in range(1, num_replicas)]
 
     def planned(wait_s: float) -> list[Action]:
-        view = of([serving("e0", "a", num_here)], models, [("b", wait_s)])
+        view = of([serving("e0", "a", num_here), *others], models, [("b", wait_s)])
         return list(CostSwap().plan(replace(view, running=tuple(runs))))
 
     assert planned(cost_s - 0.01) == []
     (swap,) = planned(cost_s + 0.01)
     assert isinstance(swap, Swap)
-    assert swap.deadline_s > 0.0
+    assert swap.deadline_s == pytest.approx(deadline_s)
+
+
+def test_requests_that_have_just_come_say_nothing_of_how_many_will() -> None:
+    runs = tuple(replace(running(name, "e0"), num_tokens=0, since_s=NOW_S) for name in "rs")
+    view = of([serving("e0", "a", 2)], [model("a", 2), model("b", 1, waiting=1)], [("b", 0.21)])
+    assert plan(replace(view, running=runs)) == [("e0", "b")]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +167,47 @@ def test_a_model_that_is_rarely_asked_for_waits_little_longer_than_four_swaps(
     assert plan(view) == planned
     steady = replace(view, models=of([], models, [], absent_s=50.0).models)
     assert plan(steady) == []  # requests for it come often, so others will share its turn
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "weight", "enough_s"),
+    [(1, 1.0, (42.0 + 160.0) / 2.05), (2, 1.0, (84.0 + 160.0) / 4.1), (1, 2.0, (84.0 + 160.0) / 4.1)],
+)
+def test_rare_requests_count_by_their_number_and_by_their_weight(
+    num_waiting: int, weight: float, enough_s: float
+) -> None:
+    """Each that has waited for 41 s has lost 42 s, and loses 2.05 s in the next one; evictions cost 160 s."""
+    models = [model("a", 4), model("b", num_waiting, waiting=num_waiting, w=weight)]
+    for absent_s, planned in ((enough_s - 1.0, []), (enough_s + 1.0, [("e0", "b")])):
+        view = of([serving("e0", "a", 4)], models, [("b", 41.0)] * num_waiting, absent_s=absent_s)
+        assert plan(view) == planned
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "absent_s", "ends"),
+    [(41.0, 99.0, ", once in 99 s"), (41.0, inf, ", the first time"), (81.0, 99.0, "s would be lost")],
+)
+def test_the_reason_says_by_which_rule_a_model_has_its_turn(
+    wait_s: float, absent_s: float, ends: str
+) -> None:
+    models = [model("a", 4), model("b", 1, waiting=1)]
+    (swap,) = CostSwap().plan(of([serving("e0", "a", 4)], models, [("b", wait_s)], absent_s=absent_s))
+    assert isinstance(swap, Swap)
+    assert swap.reason.endswith(ends)
+
+
+def test_a_rare_model_is_alone_once_the_others_have_their_instances() -> None:
+    models = [model("a", 4), model("b", 1, waiting=1), model("c", 2, waiting=2)]
+    waits = [("b", 41.0), *[("c", 50.0)] * 2]
+    view = of([serving("e0", "a", 4), empty("e1")], models, waits, absent_s=inf)
+    assert plan(view) == [("e1", "c"), ("e0", "b")]
+
+
+def test_a_swap_that_takes_no_time_divides_nothing_by_zero() -> None:
+    models = [model("a", 1), model("b", 1, waiting=1)]
+    view = of([serving("e0", "a", 1, preloaded="b")], models, [("b", 1e-6)], absent_s=inf)
+    assert plan(view) == []
+    assert plan(of(view.instances, models, [("b", 0.1)], absent_s=inf)) == [("e0", "b")]
 
 
 @pytest.mark.parametrize("absent_s", [99.0, 1e6, inf])

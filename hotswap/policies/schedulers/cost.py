@@ -130,7 +130,13 @@ class CostSwap(Scheduler):
             if not rare or wait.ages(best.swap_s, absent_s) >= lost_s + best.cost_s:
                 lost = f"requests for {model.id} have lost {lost_s:.3g} s by waiting"
                 more = "by waiting for others to end" if best.deadline_s else "if others were evicted"
-                once = f", once in {absent_s:.3g} s" if rare else ""
+                once = (
+                    ""
+                    if not rare
+                    else f", once in {absent_s:.3g} s"
+                    if absent_s < inf
+                    else ", the first time"
+                )
                 reason = f"{lost}; {more} on {best.id} {best.cost_s:.3g} s would be lost{once}"
                 swap = Swap(instance=best.id, model=model.id, deadline_s=best.deadline_s, reason=reason)
                 allocation.swap(swap)
