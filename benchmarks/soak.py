@@ -8,8 +8,9 @@ Clients send requests for three small models to four engines of one process, a t
 slow and short of memory, shards are missing, damaged and slow, all by seed (`hotswap.testing.chaos`).
 Meanwhile requests move and instances are drained, swapped and replaced at random, and some of these
 operations are cancelled. With `--kv-store` KV blocks outlive swaps, with `--device-budget` the engines lend
-each other memory, and KV pools are resized at random. Every stream is compared with that of an undisturbed
-engine. In the end all resources must be released, and the process must be no larger than before.
+each other memory, and KV pools are resized at random. With `--processes` each engine is in a process of its
+own, which is killed with -9 at random in place of being lost. Every stream is compared with that of an
+undisturbed engine. In the end all resources must be released, and the process must be no larger than before.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.command import parser_of, save
 from benchmarks.measure import WORK, machine, versions, workspace
 from benchmarks.resource_usage import ALLOWED, describe, sampling_usage
 from benchmarks.soak_clients import CheckedRequest, ClientPool
+from benchmarks.soak_engines import Chaotic, KilledEngine, make_chaotic_engine, make_engine
 from benchmarks.soak_operations import Engines, OperationRates
 from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
 from benchmarks.table import show
@@ -38,26 +40,14 @@ from hotswap.backends.kv_stores import HostKVStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.policies import ElasticMemory, LeastLoadedRouter, WeightedLoadSwap
-from hotswap.testing.chaos import ChaosEngine, EngineFaults, StoreFaults, chaotic_engine, chaotic_store
+from hotswap.testing.chaos import StoreFaults, chaotic_store
 
 __all__ = ["Settings", "main", "measure"]
 
 _MODELS = ("llama", "qwen", "mistral")
 _VOCABULARY = 512
-# Of an engine under a budget: one of the models, and KV blocks for the longest request.
-_FLOOR = "2 MiB"
 _GREEDY = Sampling(max_tokens=1, ignore_eos=True)
 _SAMPLED = replace(_GREEDY, temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.2)
-_ENGINE_FAULTS = EngineFaults(
-    loss_every_s=15.0,
-    stuck=0.2,
-    delay=0.02,
-    delay_s=0.05,
-    stall=0.001,
-    stall_s=0.2,
-    no_memory=0.1,
-    abort=0.02,
-)
 _STORE_FAULTS = StoreFaults(
     bytes_per_s=200e6, delay=0.1, delay_s=0.05, missing=0.03, error=0.05, corrupt=0.05, refuse=0.3
 )
@@ -75,6 +65,7 @@ class Settings:
         kv_store: Size of a store that keeps KV blocks across swaps; `None` for none.
         device_budget: Size of the memory that the engines share, 2 MiB or more for each; `None` gives each
             its own.
+        processes: Whether each engine is in a process of its own, which is killed at random.
         sample_s: Seconds between two samples of memory, descriptors and threads.
     """
 
@@ -88,6 +79,7 @@ class Settings:
     seed: int = 1
     kv_store: str | None = None
     device_budget: str | None = None
+    processes: bool = False
     sample_s: float = 1.0
 
 
@@ -108,7 +100,9 @@ async def _soak(root: Path, settings: Settings) -> dict[str, Any]:
     requests = await _make_requests(root, random, settings.distinct_requests)
     kv_store = None if settings.kv_store is None else HostKVStore(settings.kv_store)
     budget = None if settings.device_budget is None else DeviceBudget(settings.device_budget)
-    setup = _make_setup(root, random, settings.engines, requests, kv_store, budget)
+    setup = _make_setup(
+        root, random, settings.engines, requests, kv_store, budget, processes=settings.processes
+    )
     async with sampling_usage(settings.sample_s) as samples:
         report = await soak(setup, settings.scenario, settings.seed)
     resources = {name: describe(samples[name], allowance) for name, allowance in ALLOWED.items()}
@@ -166,7 +160,7 @@ async def _make_requests(root: Path, random: Random, count: int) -> list[Checked
         async with engine.stream(request) as tokens:
             made.append(replace(asked, expected=tuple([token.id async for token in tokens])))
 
-    async with NvmeStore(root) as store, _make_engine("undisturbed", SkeletonCache()) as engine:
+    async with NvmeStore(root) as store, make_engine("undisturbed", SkeletonCache()) as engine:
         for name in _MODELS:
             await engine.load(ModelCard.of(Model(name), await store.manifest(ModelId(name))), store)
             async with anyio.create_task_group() as tasks:
@@ -185,13 +179,6 @@ def _make_request(model: str, random: Random, seed: int) -> CheckedRequest:
     )
 
 
-def _make_engine(name: str, skeletons: SkeletonCache, budget: DeviceBudget | None = None) -> TorchEngine:
-    options: dict[str, Any] = {"memory_bytes": "64 MiB"}
-    if budget is not None:
-        options = {"device_budget": budget, "floor_bytes": _FLOOR}
-    return TorchEngine(name, kv_tokens=1024, threads=1, max_requests=8, skeletons=skeletons, **options)
-
-
 def _make_setup(
     root: Path,
     random: Random,
@@ -199,18 +186,22 @@ def _make_setup(
     requests: Sequence[CheckedRequest],
     kv_store: HostKVStore | None,
     budget: DeviceBudget | None,
+    *,
+    processes: bool,
 ) -> Setup:
     """A fleet whose host tier has room for two of the three models; one of them keeps two replicas."""
     numbers, skeletons = itertools.count(), SkeletonCache()
 
-    def make_engine() -> ChaosEngine:
-        engine = _make_engine(f"e{next(numbers)}", skeletons, budget)
-        return chaotic_engine(engine, Random(random.getrandbits(64)), _ENGINE_FAULTS)
+    def make() -> Chaotic:
+        name = f"e{next(numbers)}"
+        if processes:
+            return KilledEngine(name, random)
+        return make_chaotic_engine(name, random, skeletons, budget)
 
     largest_bytes = max(file.stat().st_size for file in root.rglob("*"))
     tiers = TieredStore(PinnedStore(5 * largest_bytes // 2), NvmeStore(root))
     store = chaotic_store(tiers, Random(random.getrandbits(64)), _STORE_FAULTS)
-    engines = Engines(make_engine, num_engines)
+    engines = Engines(make, num_engines)
     scheduler: Scheduler = WeightedLoadSwap(t1=2, t2=50, b=1.5, patience_s=0.3, sigmas=0)
     fleet = Fleet(
         engines=engines.present,
@@ -243,7 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=default.seed, help="of everything that is random")
     parser.add_argument("--kv-store", metavar="SIZE", help="keep KV blocks across swaps, in so much memory")
     parser.add_argument("--device-budget", metavar="SIZE", help="memory that the engines share, and lend")
+    parser.add_argument("--processes", action="store_true", help="each engine in a process, which is killed")
     options = parser.parse_args(arguments)
+    if options.processes and options.device_budget:
+        parser.error("engines in processes share no --device-budget here")
     # oneDNN keeps what it compiled for the last 1,024 shapes, hundreds of megabytes: no warm-up fills that.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     minutes = options.minutes or (5.0 if options.full else 1.0)
@@ -258,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             kv_store=options.kv_store,
             device_budget=options.device_budget,
+            processes=options.processes,
         )
     )
     _print(report)

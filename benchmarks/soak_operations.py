@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import anyio
 
+from benchmarks.soak_engines import Chaotic
 from hotswap import DrainRecord, Fleet, InstanceId, MigrationMethod
 from hotswap.abc import SupportsResize
 from hotswap.errors import (
@@ -22,7 +23,6 @@ from hotswap.errors import (
     SwapFailed,
     SwapRefused,
 )
-from hotswap.testing.chaos import ChaosEngine
 
 __all__ = ["Engines", "OperationRates", "RandomOperations"]
 
@@ -61,7 +61,7 @@ class Engines:
         count: Number of engines at first.
     """
 
-    def __init__(self, make: Callable[[], ChaosEngine], count: int) -> None:
+    def __init__(self, make: Callable[[], Chaotic], count: int) -> None:
         self._make = make
         self._gone: Counter[str] = Counter()
         self.present = [make() for _ in range(count)]
@@ -71,7 +71,7 @@ class Engines:
         """Number of injected faults, by kind."""
         return sum((engine.injected for engine in self.present), self._gone)
 
-    def add(self) -> ChaosEngine:
+    def add(self) -> Chaotic:
         """Make an engine."""
         self.present.append(self._make())
         return self.present[-1]

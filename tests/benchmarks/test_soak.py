@@ -38,6 +38,22 @@ def test_every_stream_is_right_among_faults_and_nothing_is_left(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_every_stream_is_right_while_processes_of_engines_are_killed(tmp_path: Path) -> None:
+    scenario = Scenario(
+        clients=ClientPool(size=8, think_s=0.02),
+        rates=OperationRates(replace_every_s=30.0),
+        num_requests=NUM_REQUESTS,
+    )
+    settings = soak.Settings(
+        scenario=scenario, engines=3, distinct_requests=30, kv_store="8 MiB", processes=True
+    )
+    report = soak.measure(settings, tmp_path)
+    assert {finding: report[finding] for finding in FINDINGS} == {finding: [] for finding in FINDINGS}
+    assert report["disturbed"]["requests"]["done"] > NUM_REQUESTS / 2
+    assert report["swaps"]["done"] > 2
+
+
 @pytest.mark.parametrize(
     ("samples", "flat"),
     [
