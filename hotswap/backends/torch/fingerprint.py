@@ -16,8 +16,12 @@ __all__ = ["compute_format", "computed_by", "fingerprint_of", "weights_key"]
 
 
 def weights_key(manifest: Manifest) -> Hashable | None:
-    """Return a key that identifies a model's stored bytes; `None` if its store takes no checksums."""
-    return (manifest.model, manifest.shards) if all(shard.checksum for shard in manifest.shards) else None
+    """Return a key that identifies a model's weights; `None` if its store takes no checksums.
+
+    The config is part of it: it decides which of the stored tensors the model has.
+    """
+    known = all(shard.checksum for shard in manifest.shards)
+    return (manifest.model, manifest.shards, manifest.config) if known else None
 
 
 def compute_format(skeleton: Skeleton) -> str:

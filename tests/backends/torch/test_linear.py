@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -176,6 +177,22 @@ async def test_an_engine_packs_between_steps_and_keeps_packed_weights_across_swa
         await engine.unload()
         assert engine.status().weight_bytes == 0
     assert engine.packed_bytes == 0
+
+
+async def test_packed_weights_are_not_those_of_the_model_under_another_config() -> None:
+    """The stored bytes stay, and the config says that the model has fewer layers."""
+    model, store = make_model("llama"), DictStore()
+    manifest = store.manifests[store.add("m", model).id]
+    shards = tuple(replace(shard, checksum=CHECKED) for shard in manifest.shards)
+    whole = replace(manifest, shards=shards)
+    shorter = replace(whole, config=json.dumps(json.loads(whole.config) | {"num_hidden_layers": 1}))
+    async with TorchEngine("e0", kv_tokens=512, memory_bytes="64 MiB", threads=1) as engine:
+        for store.manifests["m"] in (shorter, whole):
+            await engine.load(store.card("m"), store)
+            await packed(engine, 1)
+            tokens = [token.id for token in await collect(engine, ask([3, 1, 4], max_tokens=20))]
+            await engine.unload()
+    assert tokens == generate(model, [3, 1, 4], 20)
 
 
 async def test_the_serving_model_is_packed_again_after_a_preload_is_dropped() -> None:
