@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
+from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -135,7 +135,7 @@ def _norms_alike(module: nn.Module, width: int, dtype: torch.dtype, epsilon: flo
 
 def _rotating(module: nn.Module) -> Callable[..., Any] | None:
     """Return the fused `forward` of a module that applies rotary embeddings; `None` for any other."""
-    forward: object = type(module).forward
+    forward: object = unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or _ROTARY_FUNCTION not in forward.__code__.co_names:
         return None
     with _probe_lock:

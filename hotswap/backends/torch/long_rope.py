@@ -12,6 +12,7 @@ the same as the model does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -102,6 +103,7 @@ def _limits(module: nn.Module) -> set[int]:
 def _recomputes(model: nn.Module) -> bool:
     """Whether `generate` drops the keys of a text that grows beyond the limit."""
     prepare: object = getattr(type(model), "prepare_inputs_for_generation", None)
+    prepare = inspect.unwrap(prepare) if callable(prepare) else None
     asks = isinstance(prepare, FunctionType) and _LIMIT in prepare.__code__.co_names + _texts(prepare)
     return asks and hasattr(cast("Any", model).config, _LIMIT)
 

@@ -12,6 +12,7 @@ for it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -55,9 +56,11 @@ def has_own_attention(model: nn.Module) -> bool:
 def _known(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[Any, int], None]]]:
     for module in model.modules():
         kind = type(module)
-        replace = _KNOWN.get(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
-        if replace is not None:
-            yield module, replace
+        name = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
+        if name in _KNOWN:
+            yield module, _KNOWN[name]
+        elif name in _METHODS and hasattr(module, "_attn"):  # some call the interface since transformers 5.24
+            yield module, _METHODS[name]
 
 
 def _attend(
@@ -207,7 +210,7 @@ def _falcon(
     if module.new_decoder_architecture:  # which repeats keys and values for each query head
         each = module.num_heads // module.num_kv_heads
         key, value = key[:, ::each], value[:, ::each]
-    rotate = _own_forward(module).__globals__["apply_rotary_pos_emb"]
+    rotate = _function(module, "apply_rotary_pos_emb")
     query, key = rotate(query, key, *position_embeddings)
     out = _attend(module, query, key, value, mask, module.inv_norm_factor)
     return module.dense(out.flatten(2)), None
@@ -217,7 +220,7 @@ def _slopes(module: Any, function: str, num_heads: int, device: torch.device) ->
     """Return the slopes of the heads, `[heads]`, fp32, from the biases of the model's own function."""
     kept = cast("dict[str, Tensor]", vars(module))
     if _SLOPES not in kept:
-        build = _own_forward(module).__globals__[function]
+        build = _function(module, function)
         sizes = (num_heads, 2) if function == "build_mpt_alibi_tensor" else _two_tokens(num_heads)
         biases: Tensor = build(*sizes)
         kept[_SLOPES] = (biases[:, 0, 1] - biases[:, 0, 0]).float().to(device)
@@ -229,19 +232,26 @@ def _two_tokens(num_heads: int) -> tuple[Tensor, int, torch.dtype]:
 
 
 def _own_forward(module: Any) -> Any:
-    """Return the `forward` of a module's class, with the functions of the model beside it."""
+    """Return the `forward` of a module's class."""
     return cast("Any", type(module)).forward
+
+
+def _function(module: Any, name: str) -> Any:
+    """Return a function of the module that a layer comes from; decorators of `forward` come from others."""
+    return inspect.unwrap(_own_forward(module)).__globals__[name]
 
 
 _KNOWN: dict[str, Callable[[Any, int], None]] = {
     "modeling_openai.Attention": _replace_gpt,
     "modeling_bloom.BloomAttention": _replace_forward(_bloom),
-    "modeling_codegen.CodeGenAttention": _by_method(lambda module: 1 / module.scale_attn),
     "modeling_falcon.FalconAttention": _replace_forward(_falcon),
-    "modeling_gptj.GPTJAttention": _by_method(lambda module: 1 / module.scale_attn),
-    "modeling_gpt_neo.GPTNeoSelfAttention": _by_method(lambda module: 1.0),
-    "modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _by_method(lambda module: 1 / module.norm_factor),
     "modeling_mpt.MptAttention": _replace_forward(_mpt),
     "modeling_zamba.ZambaAttention": _share,
     "modeling_zamba2.Zamba2Attention": _share,
+}
+_METHODS: dict[str, Callable[[Any, int], None]] = {
+    "modeling_codegen.CodeGenAttention": _by_method(lambda module: 1 / module.scale_attn),
+    "modeling_gptj.GPTJAttention": _by_method(lambda module: 1 / module.scale_attn),
+    "modeling_gpt_neo.GPTNeoSelfAttention": _by_method(lambda module: 1.0),
+    "modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _by_method(lambda module: 1 / module.norm_factor),
 }

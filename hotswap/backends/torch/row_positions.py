@@ -6,6 +6,7 @@ step it gets a cache that keeps nothing and tells where the tokens of each reque
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class _Positions:
         """Return what the layer adds to the numbers of its rows: `[T]`."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
-    def update(self, keys: Tensor, values: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *others: object, **named: object) -> tuple[Tensor, Tensor]:
         """Return keys and values as they are: attention appends them to the KV cache."""
         return keys, values
 
@@ -45,10 +46,13 @@ def tell_positions(model: nn.Module) -> tuple[Fused, ...]:
 
 
 def _with_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(forward).parameters
+    cache = "cache" if "cache" in parameters else "past_key_values"  # the latter before transformers 5.24
+
     def positioned(*given: Any, **named: Any) -> Any:
         step = current()
-        if step is not None and named.get("past_key_values") is None:
-            named["past_key_values"] = _Positions(step)
+        if step is not None and named.get(cache) is None:
+            named[cache] = _Positions(step)
         return forward(*given, **named)
 
     return positioned

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -27,12 +29,25 @@ def test_every_norm_and_rotation_of_all_architectures_is_fused(architecture: str
         type(module).__name__
         for module in model.modules()
         if "RMSNorm" in type(module).__name__
-        or "apply_rotary_pos_emb" in getattr(type(module).forward, "__code__", fuse.__code__).co_names
+        or "apply_rotary_pos_emb" in getattr(unwrap(type(module).forward), "__code__", fuse.__code__).co_names
     ]
     if architecture == "gpt_oss":  # its cosines have half the width
         wanted = [name for name in wanted if name != "GptOssAttention"]
     assert wanted
     assert fused(model) == wanted
+
+
+def test_rotations_of_a_decorated_forward_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is since transformers 5.24."""
+    kind = type(next(one.module for one in fuse(make_model("llama")) if "Attention" in str(type(one.module))))
+    original: Any = kind.forward
+
+    @wraps(original)
+    def decorated(*args: Any, **named: Any) -> Any:
+        return original(*args, **named)
+
+    monkeypatch.setattr(kind, "forward", decorated)
+    assert kind.__name__ in fused(make_model("llama"))
 
 
 @pytest.mark.parametrize("architecture", sorted(WITHOUT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from hotswap import ModelId, Request, RequestId, Sampling
 from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.kv import KVCache
+from hotswap.backends.torch.long_rope import choose_factors
 from hotswap.errors import MigrationAborted
 from tests.backends.torch.clients import make_client_plans, run_clients, run_until_preempted
 from tests.backends.torch.dict_store import DictStore
@@ -100,3 +102,20 @@ async def test_kv_blocks_do_not_move() -> None:
         await engine.load(card, store)
         with pytest.raises(MigrationAborted, match="RoPE"):
             await _exported(engine)
+
+
+def test_a_model_recomputes_keys_though_the_method_that_says_so_is_decorated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it is since transformers 5.24."""
+    kind: Any = transformers.Phi3ForCausalLM
+    original: Any = kind.prepare_inputs_for_generation
+
+    @wraps(original)
+    def decorated(*args: Any, **named: Any) -> Any:
+        return original(*args, **named)
+
+    monkeypatch.setattr(kind, "prepare_inputs_for_generation", decorated)
+    _, long_rope = choose_factors(make_model(KINDS["recomputes keys"]()))
+    assert long_rope is not None
+    assert long_rope.recomputes

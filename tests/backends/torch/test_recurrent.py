@@ -6,6 +6,7 @@ import itertools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -295,3 +296,21 @@ def test_no_mixer_is_replaced_if_one_keeps_states_in_another_way() -> None:
         vars(module).pop("forward", None)
     assert attach(model) == ()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_mixers_are_known_by_each_name_of_their_cache() -> None:
+    """The last is that of transformers 5.24, which decorates what has it."""
+
+    def make(name: str) -> Any:
+        space: dict[str, Any] = {"causal_conv1d_fn": None}
+        source = f"def forward(self, hidden, {name}=None):\n"
+        source += f"    return {name}.update_conv_state(causal_conv1d_fn(hidden), self.layer_idx)"
+        exec(source, space)
+
+        @wraps(space["forward"])
+        def decorated(*args: Any, **named: Any) -> Any:
+            return space["forward"](*args, **named)
+
+        return type("Mixer", (nn.Module,), {"forward": decorated, "layer_idx": 0})()
+
+    assert [len(attach(make(name))) for name in ("cache_params", "past_key_values", "cache")] == [1, 1, 1]

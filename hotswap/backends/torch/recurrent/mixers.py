@@ -26,7 +26,7 @@ __all__ = ["Mixer", "attach"]
 _CACHE_METHODS: Final = frozenset(
     {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
 )
-_CACHES: Final = ("cache_params", "past_key_values")
+_CACHES: Final = ("cache", "cache_params", "past_key_values")  # the first is that of transformers 5.24
 _MASK: Final = "attention_mask"
 
 
