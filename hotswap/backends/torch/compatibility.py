@@ -66,7 +66,11 @@ def _cached_verdict(config_text: str) -> Verdict | str:
 
 def _check_config(config_text: str) -> Verdict:
     config = parse_config(config_text)
-    for small in shrink(config.to_dict()):
+    try:
+        miniatures = list(shrink(config.to_dict()))
+    except Exception:  # values of a wrong kind: building the model itself decides
+        return Verdict.UNKNOWN
+    for small in miniatures:
         try:
             skeleton = _make_miniature(small)
             reference(skeleton, _CPU)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hotswap.backends.torch.weights import named_tensors
 
-__all__ = ["CONTEXT", "VOCABULARY", "WINDOW", "randomize", "shrink"]
+__all__ = ["CONTEXT", "COUNTS", "VOCABULARY", "WINDOW", "randomize", "shrink"]
 
 VOCABULARY = 256
 CONTEXT = 256
@@ -131,7 +131,8 @@ _FILLED = frozenset(
     {"head_dim", "n_group", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"}
     | {"num_key_value_heads", "topk_group"}
 )
-_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# The names of the number of layers in configs.
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
 
 
@@ -176,7 +177,7 @@ def _small(config: Mapping[str, Any], *, layered: bool, fill: bool) -> dict[str,
         _inner_heads(config) and _inner_heads(small) is not None
     ):  # of a state space, which fill its inner width
         small["num_heads"] = small["hidden_size"] * small["expand"] // small["head_dim"]
-    return small | ({name: len(kept) for name in _COUNTS if config.get(name)} if kept else {})
+    return small | ({name: len(kept) for name in COUNTS if config.get(name)} if kept else {})
 
 
 def _fit_factors(rope: dict[str, Any], small: Mapping[str, Any]) -> None:
@@ -214,7 +215,7 @@ def _relayered(part: dict[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _count(config: Mapping[str, Any]) -> int:
-    return next((config[name] for name in _COUNTS if config.get(name)), 0)
+    return next((config[name] for name in COUNTS if config.get(name)), 0)
 
 
 def _names_layers(name: str, values: Sequence[Any], config: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
 from hotswap.backends.torch.long_rope import choose_factors
+from hotswap.backends.torch.miniature import COUNTS
 from hotswap.backends.torch.own_attention import has_own_attention, replace_attention, set_implementation
 from hotswap.backends.torch.recurrent.mixers import Mixer
 from hotswap.backends.torch.recurrent.mixers import attach as attach_mixers
@@ -37,6 +38,9 @@ __all__ = ["Skeleton", "SkeletonCache", "canonical", "main_dtype", "parse_config
 # RoPE variants whose factors depend in transformers on the greatest position of the row. Those of `dynamic`
 # do so only beyond `max_position_embeddings`, the longest text that is served.
 _ROW_WISE_ROPE = frozenset({"longrope", "su"})
+
+# More than any model has: so many modules would take hours and all memory before weights are found missing.
+_MOST_LAYERS = 10_000
 
 # Keys of a config without effect on the modules and their results.
 _IMMATERIAL = frozenset(
@@ -89,31 +93,33 @@ class Skeleton:
     def __init__(self, config_text: str, device: torch.device) -> None:
         self.key = canonical(config_text)
         self.config = parse_config(config_text)
-        self.module = _build(self.config, device)
-        self.dtype = torch.float32
-        self._slots = tuple(_slots(self.module))
-        self._experts = expert_layers(self.module)
-        self.mixers: tuple[Mixer, ...] = attach_mixers(self.module)
-        self._multiplying = tuple(_multiplying(self.module, self.mixers))
-        self.targets: dict[str, Mapping[str, Target]] = {}
-        self._fp8_linears: tuple[Fp8Linear, ...] = ()
-        on_cpu = device.type == "cpu"
-        self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
-        replace_attention(self.module)
-        self._fused: tuple[Fused, ...] = fuse(self.module) if on_cpu else ()
-        self._fused += tell_positions(self.module)
-        chosen, self.long_rope = choose_factors(self.module)
-        self._fused += chosen
-        if self.long_rope is None and (ropes := _ropes(_parse(config_text)) & _ROW_WISE_ROPE):
-            raise UnsupportedModel(
-                f"The {self.config.model_type!r} model uses {sorted(ropes)[0]!r} RoPE in code of its own, "
-                "whose factors depend on the other requests of a batch; serve it with another engine, or "
-                "remove the scaling from its config."
-            )
-        text_config = self.config.get_text_config()
-        self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
-        self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
-        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        with _refusing(self.config.model_type):
+            self.module = _build(self.config, device)
+            self.dtype = torch.float32
+            self._slots = tuple(_slots(self.module))
+            self._experts = expert_layers(self.module)
+            self.mixers: tuple[Mixer, ...] = attach_mixers(self.module)
+            self._multiplying = tuple(_multiplying(self.module, self.mixers))
+            self.targets: dict[str, Mapping[str, Target]] = {}
+            self._fp8_linears: tuple[Fp8Linear, ...] = ()
+            on_cpu = device.type == "cpu"
+            self.linears: tuple[LinearLayer, ...] = linear_layers(self.module) if on_cpu else ()
+            replace_attention(self.module)
+            self._fused: tuple[Fused, ...] = fuse(self.module) if on_cpu else ()
+            self._fused += tell_positions(self.module)
+            chosen, self.long_rope = choose_factors(self.module)
+            self._fused += chosen
+            if self.long_rope is None and (ropes := _ropes(_parse(config_text)) & _ROW_WISE_ROPE):
+                raise UnsupportedModel(
+                    f"The {self.config.model_type!r} model uses {sorted(ropes)[0]!r} RoPE in code of its "
+                    "own, whose factors depend on the other requests of a batch; serve it with another "
+                    "engine, or remove the scaling from its config."
+                )
+            text_config = self.config.get_text_config()
+            self.num_layers = int(getattr(text_config, "num_hidden_layers", 0))
+            self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
+            positions: object = getattr(text_config, "max_position_embeddings", None)
+            self.max_positions = None if positions is None else int(cast("int", positions))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -312,6 +318,10 @@ def parse_config(config_text: str) -> Any:
         )
     if parsed.get("quantization_config") is not None:
         raise UnsupportedModel(f"The {kind!r} checkpoint is quantized; convert the original weights.")
+    if (layers := _num_layers(parsed)) > _MOST_LAYERS:
+        raise UnsupportedModel(
+            f"The config of the {kind!r} model says that it has {layers:,} layers; fetch it again."
+        )
     configs: Any = CONFIG_MAPPING
     try:
         config: Any = configs[kind].from_dict(parsed)
@@ -321,6 +331,15 @@ def parse_config(config_text: str) -> Any:
             "model with another engine."
         ) from exc
     return config
+
+
+def _num_layers(node: object) -> int:
+    """Return the greatest number of layers of a config, at any depth."""
+    if not isinstance(node, dict):
+        return 0
+    values = cast("dict[str, object]", node)
+    own = (value for name in COUNTS if type(value := values.get(name)) is int)
+    return max((*own, *map(_num_layers, values.values())), default=0)
 
 
 def _ropes(node: object) -> set[str]:
@@ -337,24 +356,16 @@ def _ropes(node: object) -> set[str]:
 def _build(config: Any, device: torch.device) -> Any:
     attention.register()
     models: Any = AutoModelForCausalLM
-    try:
-        with _meta_parameters(), own_default_dtype():
-            # Parameters get their dtype when they are bound; buffers are computed as in a model of fp32.
-            options = {"dtype": torch.float32, "trust_remote_code": False}
-            try:
-                module: Any = models.from_config(
-                    config, attn_implementation=attention.IMPLEMENTATION, **options
-                )
-            except KeyError:  # a model that chooses classes by the implementation
-                module = models.from_config(config, attn_implementation="eager", **options)
-                if not has_own_attention(module):
-                    raise
-                set_implementation(module, attention.IMPLEMENTATION)
-    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError, ImportError) as exc:
-        raise UnsupportedModel(
-            f"transformers cannot build a causal language model of type {config.model_type!r} ({exc}); "
-            "serve it with another engine."
-        ) from exc
+    with _meta_parameters(), own_default_dtype():
+        # Parameters get their dtype when they are bound; buffers are computed as in a model of fp32.
+        options = {"dtype": torch.float32, "trust_remote_code": False}
+        try:
+            module: Any = models.from_config(config, attn_implementation=attention.IMPLEMENTATION, **options)
+        except KeyError:  # a model that chooses classes by the implementation
+            module = models.from_config(config, attn_implementation="eager", **options)
+            if not has_own_attention(module):
+                raise
+            set_implementation(module, attention.IMPLEMENTATION)
     module.tie_weights()
     module.eval().requires_grad_(False)
     for holder in cast("Iterator[nn.Module]", module.modules()):
@@ -363,6 +374,20 @@ def _build(config: Any, device: torch.device) -> Any:
             if buffer is not None:
                 buffers[name] = buffer.to(device)
     return module
+
+
+@contextmanager
+def _refusing(kind: str) -> Generator[None]:
+    """Raise errors of modules as `UnsupportedModel`: sizes that are 0, negative or huge lead to any error."""
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except Exception as exc:
+        raise UnsupportedModel(
+            f"transformers cannot build a causal language model of type {kind!r} ({exc}); fetch its config "
+            "again, or serve it with another engine."
+        ) from exc
 
 
 @contextmanager

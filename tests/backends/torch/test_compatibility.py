@@ -15,6 +15,7 @@ from hotswap.backends.torch.compatibility import Verdict
 from hotswap.backends.torch.miniature import WINDOW, randomize, shrink
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from tests.backends.torch.dict_store import DictStore
+from tests.backends.torch.hybrids import HYBRIDS
 from tests.backends.torch.zoo import CONFIGS, make_model
 
 
@@ -180,3 +181,31 @@ def test_every_parameter_of_a_miniature_has_an_effect() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.abs().max() > 0.1, name
         assert not torch.equal(parameter, torch.ones_like(parameter)), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": -1},
+        {"pad_token_id": 10**12},
+        {"hidden_size": 10**12},
+        {"block_multiple_of": 0},
+        {"vocab_size": 0},
+        {"initializer_range": float("nan")},
+        {"num_hidden_layers": 10**6, "layer_types": None},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_sizes_that_no_model_has_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="'lfm2'"):
+        modeling.Skeleton(text(HYBRIDS["lfm2"](), **changes), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("limit", [None, 0, "x"])
+async def test_long_rope_without_a_length_is_refused(limit: Any) -> None:
+    store, config = DictStore(), json.loads(_with_rope("longrope"))
+    config["rope_parameters"]["original_max_position_embeddings"] = limit
+    card = store.add("m", make_model("llama"), config=json.dumps(config))
+    async with TorchEngine("e0", kv_tokens=512, threads=1) as engine:
+        with pytest.raises(UnsupportedModel):
+            await engine.load(card, store)
