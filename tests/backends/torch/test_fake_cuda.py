@@ -27,6 +27,7 @@ FAULTS = {
     "llama+life=sampling waits for the device twice": "a step waits for the device once",
     "llama+life=penalties stay on the host": "at least two devices",
     "llama+life=a chunk is reused before its copy has ended": "A chunk is reused before its copy has ended",
+    "llama+life=a read-only chunk is reused before its copy has ended": "A chunk is reused before its copy",
     "llama+life=a copy does not wait for steps under way": "before the former use of its memory has ended",
     "llama+life=KV blocks leave before their copy has ended": "is read on the host before it has ended",
     "lfm2+life=snapshots of states are read": "DataDependentOutputException",

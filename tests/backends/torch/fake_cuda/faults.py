@@ -27,6 +27,7 @@ _ANY: dict[str, Any] = {
     "batch": Batch,
     "sampling": sampling,
 }
+_copy: Any = vars(buffers)["_copy"]
 _logits, _indices, _rows = Batch.logits, gathered.Segment.block_indices, device_attention.Numbers.rows
 
 
@@ -57,6 +58,14 @@ def _cut_and_read(weights: Tensor, samplings: Any, space: Any) -> None:
 def _copy_without_wait(chunk: Any, flat: Tensor) -> None:
     target = flat[chunk.offset_bytes : chunk.offset_bytes + chunk.data.nbytes]
     target.copy_(torch.frombuffer(chunk.data, dtype=torch.uint8), non_blocking=True)
+
+
+def _copy_views_without_wait(chunk: Any, flat: Tensor) -> None:
+    if chunk.data.readonly:
+        target = flat[chunk.offset_bytes : chunk.offset_bytes + chunk.data.nbytes]
+        target.copy_(buffers.in_place(chunk.data), non_blocking=True)
+    else:
+        _copy(chunk, flat)
 
 
 def _save_without_wait(cache: Any, blocks: Any, out: Tensor) -> None:
@@ -95,6 +104,7 @@ _FAULTS: dict[str, tuple[Any, str, Any]] = {
         lambda numbers, device: torch.as_tensor(numbers, device="cpu"),
     ),
     "a chunk is reused before its copy has ended": (buffers, "_copy", _copy_without_wait),
+    "a read-only chunk is reused before its copy has ended": (buffers, "_copy", _copy_views_without_wait),
     "a copy does not wait for steps under way": (Stream, "wait_stream", lambda *_: None),
     "KV blocks leave before their copy has ended": (KVCache, "save_staged", _save_without_wait),
     "snapshots of states are read": (StatePool, "copy", _copy_and_read),

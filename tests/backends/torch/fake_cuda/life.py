@@ -75,7 +75,9 @@ class StagingStore(WeightStore):
         for at in range(0, shard.size_bytes, _CHUNK_BYTES):
             await checkpoint()
             self._driver.check_reuse(memory)
-            yield HostChunk(at, memory[: shard.size_bytes - at], tier="staging", pinned=True)
+            part = memory[: shard.size_bytes - at]
+            is_view = at // _CHUNK_BYTES % 2  # as a `PinnedStore` lends what it has
+            yield HostChunk(at, part.toreadonly() if is_view else part, tier="staging", pinned=True)
 
     def view(self) -> StoreView:
         return StoreView()
