@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from hotswap.backends.torch.attention import IMPLEMENTATION, MaskPattern
+from hotswap.backends.torch.config_text import canonical, parse_config
 from hotswap.backends.torch.miniature import randomize, shrink
-from hotswap.backends.torch.modeling import Skeleton, canonical, parse_config
+from hotswap.backends.torch.modeling import Skeleton
 from hotswap.backends.torch.preflight import preflight, reference
 from hotswap.backends.torch.step_options import StepOptions
 from hotswap.backends.torch.weights import layout

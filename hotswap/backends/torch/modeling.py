@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hotswap.backends.torch import attention
 from hotswap.backends.torch.adapters.targets import Target
+from hotswap.backends.torch.config_text import canonical, parse_config, row_wise_rope
 from hotswap.backends.torch.default_dtype import own_default_dtype
 from hotswap.backends.torch.experts import choose_experts, expert_layers
 from hotswap.backends.torch.fp8_linear import Fp8Linear, QuantizedWeights, attach, detach
@@ -24,7 +23,6 @@ from hotswap.backends.torch.fused import Fused, fuse
 from hotswap.backends.torch.kv import LayerShape
 from hotswap.backends.torch.linear import LinearLayer, linear_layers
 from hotswap.backends.torch.long_rope import choose_factors
-from hotswap.backends.torch.miniature import COUNTS
 from hotswap.backends.torch.own_attention import has_own_attention, replace_attention, set_implementation
 from hotswap.backends.torch.recurrent.mixers import Mixer
 from hotswap.backends.torch.recurrent.mixers import attach as attach_mixers
@@ -33,20 +31,7 @@ from hotswap.backends.torch.weights import Views
 from hotswap.errors import ShardCorrupt, UnsupportedModel
 from hotswap.model import TensorSpec
 
-__all__ = ["Skeleton", "SkeletonCache", "canonical", "main_dtype", "parse_config"]
-
-# RoPE variants whose factors depend in transformers on the greatest position of the row. Those of `dynamic`
-# do so only beyond `max_position_embeddings`, the longest text that is served.
-_ROW_WISE_ROPE = frozenset({"longrope", "su"})
-
-# More than any model has: so many modules would take hours and all memory before weights are found missing.
-_MOST_LAYERS = 10_000
-
-# Keys of a config without effect on the modules and their results.
-_IMMATERIAL = frozenset(
-    {"_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "torch_dtype"}
-    | {"transformers_version", "use_cache"}
-)
+__all__ = ["Skeleton", "SkeletonCache", "main_dtype"]
 
 # Held while a method of `nn.Module` is replaced to make meta parameters: the class is shared by all threads.
 _PATCH = threading.Lock()
@@ -109,9 +94,9 @@ class Skeleton:
             self._fused += tell_positions(self.module)
             chosen, self.long_rope = choose_factors(self.module)
             self._fused += chosen
-            if self.long_rope is None and (ropes := _ropes(_parse(config_text)) & _ROW_WISE_ROPE):
+            if self.long_rope is None and (rope := row_wise_rope(config_text)):
                 raise UnsupportedModel(
-                    f"The {self.config.model_type!r} model uses {sorted(ropes)[0]!r} RoPE in code of its "
+                    f"The {self.config.model_type!r} model uses {rope!r} RoPE in code of its "
                     "own, whose factors depend on the other requests of a batch; serve it with another "
                     "engine, or remove the scaling from its config."
                 )
@@ -271,86 +256,6 @@ def main_dtype(specs: Sequence[TensorSpec]) -> torch.dtype:
     for spec in specs:
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.size_bytes
     return cast("torch.dtype", getattr(torch, max(sizes, key=lambda name: sizes[name], default="float32")))
-
-
-def _parse(config_text: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(config_text, object_hook=_special_float)
-    except ValueError as exc:
-        raise ShardCorrupt(
-            f"The model's config is not JSON ({exc}); download or convert the model again."
-        ) from exc
-    if not isinstance(parsed, dict):
-        raise ShardCorrupt("The model's config is not a JSON object; download or convert the model again.")
-    return cast("dict[str, Any]", parsed)
-
-
-def _special_float(parsed: dict[str, Any]) -> Any:
-    """Return an infinity or a NaN from transformers' JSON form, and other objects unchanged."""
-    return float(parsed["__float__"]) if parsed.keys() == {"__float__"} else parsed
-
-
-@lru_cache(maxsize=256)
-def canonical(config_text: str) -> str:
-    """Return a normal form of a config: equal texts mean equal modules with equal results.
-
-    Raises:
-        ShardCorrupt: the config is not a JSON object.
-    """
-    parsed = _parse(config_text)
-    return json.dumps({k: v for k, v in parsed.items() if k not in _IMMATERIAL}, sort_keys=True)
-
-
-def parse_config(config_text: str) -> Any:
-    """Return transformers' config object for a `config.json`.
-
-    Raises:
-        UnsupportedModel: transformers does not have the architecture or refuses the config, or the weights
-            are quantized.
-        ShardCorrupt: the config is not a JSON object.
-    """
-    parsed = _parse(config_text)
-    kind = parsed.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise UnsupportedModel(
-            f"transformers has no model type {kind!r}, and code from checkpoints is never run; "
-            "update transformers or choose another model."
-        )
-    if parsed.get("quantization_config") is not None:
-        raise UnsupportedModel(f"The {kind!r} checkpoint is quantized; convert the original weights.")
-    if (layers := _num_layers(parsed)) > _MOST_LAYERS:
-        raise UnsupportedModel(
-            f"The config of the {kind!r} model says that it has {layers:,} layers; fetch it again."
-        )
-    configs: Any = CONFIG_MAPPING
-    try:
-        config: Any = configs[kind].from_dict(parsed)
-    except Exception as exc:  # config classes raise errors of their own types
-        raise UnsupportedModel(
-            f"transformers refuses the config of the {kind!r} model ({exc}); fetch it again, or serve the "
-            "model with another engine."
-        ) from exc
-    return config
-
-
-def _num_layers(node: object) -> int:
-    """Return the greatest number of layers of a config, at any depth."""
-    if not isinstance(node, dict):
-        return 0
-    values = cast("dict[str, object]", node)
-    own = (value for name in COUNTS if type(value := values.get(name)) is int)
-    return max((*own, *map(_num_layers, values.values())), default=0)
-
-
-def _ropes(node: object) -> set[str]:
-    """Return all RoPE types of a config, at any depth: some configs have one per kind of layer."""
-    found: set[str] = set()
-    if isinstance(node, dict):
-        for key, value in cast("dict[str, object]", node).items():
-            if key in {"rope_type", "type"} and isinstance(value, str):
-                found.add(value)
-            found |= _ropes(value)
-    return found
 
 
 def _build(config: Any, device: torch.device) -> Any:
