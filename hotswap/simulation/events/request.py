@@ -45,10 +45,9 @@ class SimulatedRequest(ActiveRequest):
         error: What ended it, `None` if it has all its tokens.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_core", "_ended", "_event", "_is_answered", "_left", "_listener",
-        "_loading", "_num_before", "_restored", "_sequence", "_standing", "_ticket",
-        "_why_left", "error", "first_s", "number",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_begun", "_core", "_ended", "_event", "_has_task", "_is_answered", "_left",
+        "_listener", "_loading", "_num_before", "_restored", "_sequence", "_standing", "_ticket",
+        "_why_left", "error", "first_s", "number")  # fmt: skip
 
     def __init__(self, new: NewRequest, core: Core, number: int, listener: RequestListener) -> None:
         super().__init__(new.request, new.adapter, new.arrival, INVALID_SPAN)
@@ -62,10 +61,9 @@ class SimulatedRequest(ActiveRequest):
         self._left: anyio.Event | None = None  # its adapter is held until then
         self._event: Event = _INTERRUPTED
         self._why_left: Event = _INTERRUPTED
+        self._has_task = self.adapter is not None or core.offload is not None  # which takes as many turns
         self._loading: anyio.CancelScope | None = None
         self._restored: Restore | NoRestore = NO_RESTORE
-
-    # ------------------------------------------------------------------ as an active request
 
     @property
     def finished(self) -> bool:
@@ -89,13 +87,11 @@ class SimulatedRequest(ActiveRequest):
             _engine(self.instance).drop(self._sequence)
             self._leave_soon(_INTERRUPTED)
 
-    # ------------------------------------------------------------------ what its ticket sets
-
     def set(self) -> None:
         """Take the answer, in the next turn of the loop; a client's task has to begin before."""
         self._is_answered = True
-        if self._begun and self._is_made_ready:
-            self._core.lifetime.tasks.start_soon(self._take_and_run)
+        if self._begun and self._has_task:
+            self._core.lifetime.tasks.start_soon(self._take_and_stay)
         elif self._begun:
             asyncio.get_running_loop().call_soon(self._take)
 
@@ -106,8 +102,6 @@ class SimulatedRequest(ActiveRequest):
     async def wait(self) -> None:
         """Never called, since no task waits."""
         raise NotImplementedError
-
-    # ------------------------------------------------------------------ what its engine tells
 
     def got_first_token(self) -> None:
         """Note the first token of a stay."""
@@ -121,8 +115,6 @@ class SimulatedRequest(ActiveRequest):
     def ended(self, error: Exception | None) -> None:
         """Leave the instance, which has ended the sequence, in the next turn of the loop."""
         self._leave_soon(_FINISHED if error is None else departure(error))
-
-    # ------------------------------------------------------------------ its states
 
     def begin(self) -> None:
         """Ask for an instance for the first time."""
@@ -145,22 +137,11 @@ class SimulatedRequest(ActiveRequest):
             request, self.arrival, standing=self._standing, answered=self
         )
 
-    @property
-    def _is_made_ready(self) -> bool:
-        """Whether instances are made ready for it, by a task: with its adapter, or with KV blocks."""
-        return self.adapter is not None or self._core.offload is not None
-
     def _take(self) -> None:
         if (instance := self._taken()) is not None:
             self._hop(instance)
 
-    async def _take_and_run(self) -> None:
-        """Do as `_take`, in a task that has begun when a callback would have been called."""
-        if (instance := self._taken()) is not None:
-            await self._run(instance, self._arrive(instance))
-
     def _taken(self) -> Instance | None:
-        """Return the instance of its ticket; none if an error is the answer, which ends it."""
         ticket, self._ticket = self._ticket, None  # which refers to this request in turn
         assert ticket is not None
         try:
@@ -170,30 +151,31 @@ class SimulatedRequest(ActiveRequest):
             return None
 
     def _hop(self, instance: Instance) -> None:
-        if self._is_made_ready:
-            self._core.lifetime.tasks.start_soon(self._run, instance, self._arrive(instance))
+        self._core.state.attach(self, instance)
+        self.begin_hop(instance)
+        if self._has_task:
+            self._core.lifetime.tasks.start_soon(self._stay, instance)
             return
-        self._arrive(instance)
-        self._left = None
         try:
             self._admit(instance)
         except Exception as exc:
             self._depart(instance, departure(exc))
 
-    def _arrive(self, instance: Instance) -> anyio.Event:
-        self._core.state.attach(self, instance)
-        self.begin_hop(instance)
-        self._left = anyio.Event()
-        return self._left
+    async def _take_and_stay(self) -> None:
+        if (instance := self._taken()) is not None:
+            self._core.state.attach(self, instance)
+            self.begin_hop(instance)
+            await self._stay(instance)
 
-    async def _run(self, instance: Instance, left: anyio.Event) -> None:
+    async def _stay(self, instance: Instance) -> None:
         """Run on an instance once it has the adapter and the KV blocks that are stored."""
-        self._event = _INTERRUPTED
+        self._left = left = anyio.Event()
+        self._event, offload = _INTERRUPTED, self._core.offload
         try:
             with anyio.CancelScope() as self._loading:
                 async with (
                     self._core.caches.held(self.adapter, self.request.id, instance, self.span),
-                    self._restore(instance) as self._restored,
+                    offload.restored(self, instance, self.span) if offload else NO_RESTORE as self._restored,
                 ):
                     self._loading = None
                     self._admit(instance)
@@ -204,16 +186,11 @@ class SimulatedRequest(ActiveRequest):
         self._loading, self._restored = None, NO_RESTORE
         self._depart(instance, self._event)
 
-    def _restore(self, instance: Instance) -> Restore | NoRestore:
-        offload = self._core.offload
-        return NO_RESTORE if offload is None else offload.restored(self, instance, self.span)
-
     def _admit(self, instance: Instance) -> None:
         request = self.remaining if self._num_before else self.request
         self._sequence = _engine(instance).admit(request, self)
 
     def _leave_soon(self, why: Event) -> None:
-        """Leave in the next turn of the loop: then a task wakes, or a callback is called."""
         self._why_left = why
         if self._left is not None:
             self._left.set()
