@@ -81,7 +81,7 @@ def test_factors_chosen_for_a_whole_row_are_detected(monkeypatch: pytest.MonkeyP
     check = compatibility._check_config  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(UnsupportedModel, match="code of its own"):
         modeling.Skeleton(_with_rope("longrope"), torch.device("cpu"))
-    monkeypatch.setattr(modeling, "_ROW_WISE_ROPE", frozenset[str]())
+    monkeypatch.setattr(modeling, "row_wise_rope", lambda text: "")
     with pytest.raises(UnsupportedModel, match=r"causal|differs"):
         check(_with_rope("longrope"))
 
