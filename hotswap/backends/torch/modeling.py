@@ -105,6 +105,11 @@ class Skeleton:
             self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
             positions: object = getattr(text_config, "max_position_embeddings", None)
             self.max_positions = None if positions is None else int(cast("int", positions))
+            if (self.max_positions or 0) < 0:
+                raise UnsupportedModel(
+                    f"The config of the {self.config.model_type!r} model has max_position_embeddings "
+                    f"{self.max_positions}; fetch it again."
+                )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -191,6 +191,7 @@ def test_every_parameter_of_a_miniature_has_an_effect() -> None:
         {"hidden_size": 10**12},
         {"block_multiple_of": 0},
         {"vocab_size": 0},
+        {"max_position_embeddings": -1},
         {"initializer_range": float("nan")},
         {"num_hidden_layers": 10**6, "layer_types": None},
     ],
