@@ -4,10 +4,11 @@
     python -m benchmarks turns --full --json FILE    five hundred for each; hours
 
 A simulation draws models, engines, their size, the rate of requests, and prompts of up to 128,000 tokens. In
-every second one engines have room for a model more, and load it beside the one that serves (`preload`). It is
-played twice, with a client for every request and by events, and all records of both are compared:
-requests, swaps, moves and samples. No request may leave instances more than `MOST_STALLS` times in a row
-without a token, since the shipped schedulers finish the first tokens of turns (`docs/policies.md`).
+every second one engines have room for a model more, and load it beside the one that serves (`preload`); in
+three of ten most requests have one of three adapters. It is played twice, with a client for every request and
+by events, and all records of both are compared: requests, swaps, moves and samples. No request may leave
+instances more than `MOST_STALLS` times in a row without a token, since the shipped schedulers finish the
+first tokens of turns (`docs/policies.md`).
 """
 
 from __future__ import annotations
@@ -118,8 +119,14 @@ def drawn(kind: str, seed: int) -> Drawn:
     if Random(f"{kind} {seed} preload").random() < 0.5:  # apart, so that it changes no other draw
         memory_bytes = profile.device.memory_bytes + profile.weight_bytes
         profile = replace(profile, device=replace(profile.device, memory_bytes=memory_bytes))
+    max_adapters, adapters = 8, Random(f"{kind} {seed} adapters")  # likewise
+    if adapters.random() < 0.3:
+        max_adapters = adapters.choice((1, 2, 8))
+        names = ("", "x", "y", "z")
+        requests = [replace(request, adapter=adapters.choice(names)) for request in requests]
     cluster = Cluster(
         num_engines=num_engines,
+        max_adapters=max_adapters,
         profile=profile,
         host_bytes=random.choice((None, 40_000_000_000)),
         token_budget=random.choice((512, 2048)),
