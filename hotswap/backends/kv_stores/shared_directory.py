@@ -11,7 +11,6 @@ kernel releases locks when a process ends, however that is.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import threading
@@ -24,10 +23,11 @@ from pathlib import Path
 from typing import Final
 
 from hotswap.backends.crc import crc32
+from hotswap.backends.kv_stores.shared_errors import refused
 from hotswap.backends.kv_stores.shared_log import NAMES
 from hotswap.backends.stores import locks
 from hotswap.backends.stores.files import is_at, make_root
-from hotswap.errors import ConfigError, StoreError, TierFull
+from hotswap.errors import ConfigError, StoreError
 
 __all__ = ["BlockFile", "SharedDirectory", "first_of", "member_of"]
 
@@ -104,7 +104,7 @@ class SharedDirectory:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock = os.open(self._lock_path, flags, 0o600)
         except OSError as exc:
-            raise self._failed("opened", exc) from exc
+            raise refused(self.path, "opened", exc) from exc
 
     def close(self) -> None:
         """Close it, and end all leases; may be called twice."""
@@ -173,7 +173,7 @@ class SharedDirectory:
             try:
                 self._write(block.number, content)
             except OSError as exc:
-                raise self._failed("written to", exc) from exc
+                raise refused(self.path, "written to", exc) from exc
 
     def read(self, blocks: Sequence[BlockFile], out: memoryview) -> None:
         """Copy blocks of equal size to memory, one after another.
@@ -188,7 +188,7 @@ class SharedDirectory:
                 is_whole = self._read(block.number, content)
             except OSError as exc:
                 block.is_broken = True
-                raise self._failed("read", exc) from exc
+                raise refused(self.path, "read", exc) from exc
             if not is_whole or crc32(content, 0) != block.crc:
                 block.is_broken = True
                 raise StoreError(
@@ -222,7 +222,7 @@ class SharedDirectory:
                     if is_left(int(name, 16)):
                         os.unlink(self.path / name)
         except OSError as exc:
-            raise self._failed("tidied", exc) from exc
+            raise refused(self.path, "tidied", exc) from exc
 
     def remove(self) -> None:
         """Remove all that is a KV store's, and the directory, which is locked.
@@ -237,7 +237,7 @@ class SharedDirectory:
             self._lock_path.unlink()
             self.path.rmdir()
         except OSError as exc:
-            raise self._failed("removed", exc) from exc
+            raise refused(self.path, "removed", exc) from exc
 
     def _file(self, number: int) -> str:
         return f"{self._prefix}{number:x}"
@@ -263,12 +263,3 @@ class SharedDirectory:
         finally:
             os.close(file)
         return True
-
-    def _failed(self, what: str, error: OSError) -> StoreError:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-            return TierFull(
-                f"The memory behind {str(self.path)!r} is full ({reason}). Give the KV store a smaller "
-                "budget, or that file system more room; tokens are computed again."
-            )
-        return StoreError(f"{str(self.path)!r} cannot be {what}: {reason}; tokens are computed again.")

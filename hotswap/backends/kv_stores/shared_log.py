@@ -12,7 +12,6 @@ become long is replaced by a shorter one of the same meaning, which begins with 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -21,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from hotswap.backends.kv_stores.shared_errors import refused
 from hotswap.backends.stores.files import is_at
-from hotswap.errors import ConfigError, StoreError, TierFull
+from hotswap.errors import ConfigError, StoreError
 
 __all__ = ["NAMES", "Op", "SharedLog"]
 
@@ -69,7 +69,7 @@ class SharedLog:
                 self._make(0, ())
             self._reopen()
         except OSError as exc:
-            raise self._failed(exc) from exc
+            raise refused(self._path, "used", exc) from exc
 
     def close(self) -> None:
         """Close it; may be called twice."""
@@ -104,7 +104,7 @@ class SharedLog:
                     yield None
                 yield from self._rest()
         except OSError as exc:
-            raise self._failed(exc) from exc
+            raise refused(self._path, "used", exc) from exc
 
     def _rest(self) -> Iterator[Op]:
         self._read_header()
@@ -157,7 +157,7 @@ class SharedLog:
             try:
                 os.posix_fallocate(self._file, self._end, needed + _STEP_BYTES - self._end)
             except OSError as exc:
-                raise self._failed(exc) from exc
+                raise refused(self._path, "used", exc) from exc
             self._allocated = needed + _STEP_BYTES
 
     def append(self, ops: Iterable[str]) -> None:
@@ -173,7 +173,7 @@ class SharedLog:
             self._end = self._at = end
         except OSError as exc:
             self._has_failed = True
-            raise self._failed(exc) from exc
+            raise refused(self._path, "used", exc) from exc
 
     def replace(self, ops: Iterable[str]) -> None:
         """Begin a new log, by what makes all that there is.
@@ -185,7 +185,7 @@ class SharedLog:
             self._make(self._replaced + 1, ops)
             self._reopen()
         except OSError as exc:
-            raise self._failed(exc) from exc
+            raise refused(self._path, "used", exc) from exc
         self._at = self._end
 
     def _make(self, replaced: int, ops: Iterable[str]) -> None:
@@ -211,15 +211,6 @@ class SharedLog:
             f"{str(self._path)!r} is damaged. Remove the directory when no process uses it; tokens are "
             "computed again."
         )
-
-    def _failed(self, error: OSError) -> StoreError:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-            return TierFull(
-                f"The memory behind {str(self._path.parent)!r} is full ({reason}). Give the KV store a "
-                "smaller budget, or that file system more room."
-            )
-        return StoreError(f"{str(self._path)!r} cannot be used: {reason}.")
 
 
 def _write(file: int, at: int, ops: Iterable[str]) -> int:
