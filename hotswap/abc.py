@@ -52,7 +52,7 @@ from hotswap.engine import (
     SupportsResize,
     WrapperEngine,
 )
-from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
+from hotswap.kv_store import KVCopy, KVLease, KVPrefix, KVPut, KVStore
 from hotswap.migration import (
     CachedKV,
     KVLayout,
@@ -155,6 +155,7 @@ __all__ = [
     "InstanceId",
     "InstanceState",
     "InstanceView",
+    "KVCopy",
     "KVLayout",
     "KVLease",
     "KVPages",

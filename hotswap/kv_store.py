@@ -7,6 +7,9 @@ beginning share its blocks.
 
     save      put --write--> ... --release      blocks can be found as they are written
     restore   lease --read--> ... --release     blocks stay as they are meanwhile
+
+Blocks that are copied between a store and an engine which are both elsewhere need not pass this process:
+`KVPut.copying_from` and `KVLease.copying_to`, by default a read and a write.
 """
 
 from __future__ import annotations
@@ -14,16 +17,20 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Self
+from typing import Self, TypeAlias
 
 from anyio import AsyncContextManagerMixin
 
-from hotswap.migration import KVLayout, KVPages
+from hotswap.engine import Engine
+from hotswap.migration import CachedKV, KVLayout, KVPages, KVSink, KVSource
 from hotswap.store_view import KVStoreView
 
-__all__ = ["KVLease", "KVPrefix", "KVPut", "KVStore"]
+__all__ = ["KVCopy", "KVLease", "KVPrefix", "KVPut", "KVStore"]
+
+KVCopy: TypeAlias = Callable[[int, int], Awaitable[int]]
+"""Copies blocks, given the first of them and how many tokens they have; returns how many bytes that were."""
 
 
 class KVPrefix:
@@ -109,6 +116,21 @@ class KVLease(ABC):
             ValueError: they are not all leased.
         """
 
+    @asynccontextmanager
+    async def copying_to(self, sink: KVSink) -> AsyncGenerator[KVCopy]:
+        """A block in which leased blocks are copied to the sink of a move, in pieces, by what it yields.
+
+        By default they are read here and written there, and errors are those of `read` and `KVSink.write`. A
+        store that is elsewhere may have them sent. Release the lease after the block.
+        """
+
+        async def copy(first_block: int, num_tokens: int) -> int:
+            pages = await self.read(first_block, num_tokens)
+            await sink.write(pages)
+            return len(pages.data)
+
+        yield copy
+
     @abstractmethod
     def release(self) -> None:
         """Let the blocks be evicted again; harmless if called twice."""
@@ -149,6 +171,21 @@ class KVPut(ABC):
         Raises:
             ValueError: the pages do not follow those before, or there is no room for them.
         """
+
+    @asynccontextmanager
+    async def copying_from(self, source: KVSource | CachedKV) -> AsyncGenerator[KVCopy]:
+        """A block in which blocks of a source are copied into the store, in pieces, by what it yields.
+
+        By default they are read there and written here, and errors are those of `KVSource.read` and `write`.
+        A store that is elsewhere may have them sent. End the put after the block.
+        """
+
+        async def copy(first_block: int, num_tokens: int) -> int:
+            pages = await source.read(first_block, num_tokens)
+            await self.write(pages)
+            return len(pages.data)
+
+        yield copy
 
     @abstractmethod
     def release(self) -> None:
@@ -207,6 +244,14 @@ class KVStore(AsyncContextManagerMixin, ABC):
     @abstractmethod
     def view(self) -> KVStoreView:
         """Return the store as it is now; cheap."""
+
+    def near(self, engine: Engine) -> KVStore:
+        """Return the store as it is used for an engine: by default the store itself.
+
+        One that keeps blocks in several places puts those of the engine near it, and where blocks are in
+        several, leases those near it. Cheap, and changes nothing that others see.
+        """
+        return self
 
 
 def _digest(data: bytes) -> bytes:

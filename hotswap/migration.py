@@ -242,6 +242,15 @@ class CachedKV(ABC):
             InstanceLost: the engine is lost.
         """
 
+    async def copy_to(self, sink: KVSink, first_block: int, num_tokens: int) -> int:
+        """Copy the content of blocks to a sink, and return how many bytes that were.
+
+        By default like `KVSource.copy_to`: read here and written there. Errors are those of both.
+        """
+        pages = await self.read(first_block, num_tokens)
+        await sink.write(pages)
+        return len(pages.data)
+
 
 @runtime_checkable
 class SupportsKVListing(Protocol):

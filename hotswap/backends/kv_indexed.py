@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Self, TypeVar
 
@@ -13,14 +14,28 @@ from anyio.lowlevel import checkpoint
 from hotswap.backends.kv_index import Found, KVIndex, StoredBlock, states_key
 from hotswap.errors import StoreError
 from hotswap.hardware import parse_bytes
-from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
-from hotswap.migration import KVPages
+from hotswap.kv_store import KVCopy, KVLease, KVPrefix, KVPut, KVStore
+from hotswap.migration import CachedKV, KVLayout, KVPages, KVSink, KVSource
 from hotswap.store_view import KVStoreView
 from hotswap.worker_threads import in_thread
 
-__all__ = ["IndexedKVStore"]
+__all__ = ["IndexedKVStore", "Places"]
 
 PlaceT = TypeVar("PlaceT")
+
+
+@dataclass(frozen=True, slots=True)
+class Places(Generic[PlaceT]):
+    """Places of blocks of a prefix, from `first_block` on to the end of `num_tokens` first tokens.
+
+    With them that of the recurrent states after these tokens, if it is meant too.
+    """
+
+    layout: KVLayout
+    first_block: int
+    num_tokens: int
+    blocks: tuple[PlaceT, ...]
+    states: tuple[PlaceT, ...] = ()
 
 
 class IndexedKVStore(KVStore, Generic[PlaceT]):
@@ -118,6 +133,14 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
     def done(self, data: memoryview) -> None:
         """Take back what `content` returned."""
 
+    def sink(self, places: Places[PlaceT]) -> AbstractAsyncContextManager[KVSink] | None:
+        """Return a block in which places are the sink of a move; `None` if `fill` alone reaches them."""
+        return None
+
+    def source(self, places: Places[PlaceT]) -> AbstractAsyncContextManager[KVSource] | None:
+        """Return a block in which places are the source of a move; `None` if `content` alone reaches them."""
+        return None
+
     # ------------------------------------------------------------------ leases and puts
 
     @asynccontextmanager
@@ -167,6 +190,18 @@ class _Lease(KVLease, Generic[PlaceT]):
             for block in blocks if states is None else (*blocks, states):
                 self._lose_if_broken(block)
             raise
+
+    @asynccontextmanager
+    async def copying_to(self, sink: KVSink) -> AsyncGenerator[KVCopy]:
+        blocks = tuple(block.place for block in self._found.blocks)
+        states = () if self._found.states is None else (self._found.states.place,)
+        places = Places(self._layout, 0, self.num_tokens, blocks, states)
+        if (lending := self._store.source(places)) is None:
+            async with super().copying_to(sink) as copy:
+                yield copy
+        else:
+            async with lending as source:
+                yield partial(source.copy_to, sink)
 
     async def _with_states(self, content: memoryview, states: StoredBlock[PlaceT]) -> memoryview:
         """Return the content of blocks followed by that of states; nothing is lent afterwards."""
@@ -275,29 +310,78 @@ class _Put(KVPut, Generic[PlaceT]):
 
     async def write(self, pages: KVPages) -> None:
         layout, first = self._layout, pages.first_block
-        end = first * layout.block_tokens + pages.num_tokens
-        count = -(-pages.num_tokens // layout.block_tokens)
+        places, skipped = self._missing(first, pages.num_tokens)
+        size = (skipped + len(places)) * layout.block_bytes
+        if places:
+            await self._store.fill(places, pages.data[skipped * layout.block_bytes : size])
+            await self._keep_all(len(places))
+        else:
+            await checkpoint()
+        if self._has_states_after(first, pages.num_tokens, len(pages.data) - size):
+            await self._store.fill(self._state_places, pages.data[size:])
+            await self._keep_states_too()
+
+    @asynccontextmanager
+    async def copying_from(self, source: KVSource | CachedKV) -> AsyncGenerator[KVCopy]:
+        first, blocks, states = self._next, tuple(self._places), tuple(self._state_places)
+        lending = self._store.sink(Places(self._layout, first, self.num_tokens, blocks, states))
+        if lending is None:
+            async with super().copying_from(source) as copy:
+                yield copy
+        else:
+            async with lending as sink:
+                yield partial(self._take_from, source, sink)
+
+    async def _take_from(
+        self, source: KVSource | CachedKV, sink: KVSink, first_block: int, num_tokens: int
+    ) -> int:
+        """Have blocks copied to their places, and be found."""
+        places, skipped = self._missing(first_block, num_tokens)
+        if skipped:  # states come with a block that may be stored, and has no place
+            pages = await source.read(first_block, num_tokens)
+            await self.write(pages)
+            return len(pages.data)
+        num_bytes = await source.copy_to(sink, first_block, num_tokens)
+        await self._keep_all(len(places))
+        if self._has_states_after(
+            first_block, num_tokens, num_bytes - len(places) * self._layout.block_bytes
+        ):
+            await self._keep_states_too()
+        return num_bytes
+
+    def _missing(self, first: int, num_tokens: int) -> tuple[list[PlaceT], int]:
+        """Return the places of blocks that are to be written, and how many before them are stored.
+
+        Raises:
+            ValueError: the blocks do not follow those before, or there is no room for them.
+        """
+        layout = self._layout
+        end = first * layout.block_tokens + num_tokens
+        count = -(-num_tokens // layout.block_tokens)
         is_whole = end % layout.block_tokens == 0 or end == len(self._prefix.tokens)
         if not (self._is_open and is_whole and first <= self._next):
             raise ValueError(f"Tokens {first * layout.block_tokens} to {end} do not follow those before.")
         if first + count > self._next + len(self._places):
             raise ValueError(f"There is no room for tokens up to {end}, but for {self.num_tokens}.")
         skipped = min(self._next - first, count)
-        places, size = self._places[: count - skipped], count * layout.block_bytes
-        if places:
-            await self._store.fill(places, pages.data[skipped * layout.block_bytes : size])
-            async with self._store.changing():
-                for _ in places:
-                    self._keep(self._places[0])
-                    del self._places[0]
-        else:
-            await checkpoint()
-        has_states = len(pages.data) == size + layout.state_bytes and end == len(self._prefix.tokens)
-        if self._state_places and has_states:
-            await self._store.fill(self._state_places, pages.data[size:])
-            async with self._store.changing():
-                self._keep_states(self._state_places[0])
-                self._state_places.clear()
+        return self._places[: count - skipped], skipped
+
+    def _has_states_after(self, first: int, num_tokens: int, num_bytes: int) -> bool:
+        """Whether so many bytes after some blocks are states that are to be kept."""
+        is_last = first * self._layout.block_tokens + num_tokens == len(self._prefix.tokens)
+        return bool(self._state_places) and is_last and num_bytes == self._layout.state_bytes
+
+    async def _keep_all(self, count: int) -> None:
+        """Have the next blocks be found, which were copied."""
+        async with self._store.changing():
+            for _ in range(count):
+                self._keep(self._places[0])
+                del self._places[0]
+
+    async def _keep_states_too(self) -> None:
+        async with self._store.changing():
+            self._keep_states(self._state_places[0])
+            self._state_places.clear()
 
     def _keep(self, place: PlaceT) -> None:
         """Have a block be found that was copied, unless another put has stored it meanwhile."""

@@ -147,17 +147,19 @@ class Restore:
         """Copy what is stored and missing to the instance."""
         layout, size = sink.layout, max(1, sink.layout.block_bytes)
         first, step = sink.num_present_blocks, max(1, CHUNK_BYTES // size) * layout.block_tokens
-        with self._context.store.lease(self._context.lookup.prefix(layout, tokens[:-1])) as lease:
+        store = self._context.store.near(self._instance.engine)
+        with store.lease(self._context.lookup.prefix(layout, tokens[:-1])) as lease:
             at, end, num_bytes = first * layout.block_tokens, lease.num_tokens, 0
             if at >= end:
                 return
             await sink.reserve(end)
             async with self._queue.copying:
                 started_s = current_time()
-                for start in range(at, end, step):
-                    pages = await lease.read(start // layout.block_tokens, min(step, end - start))
-                    await sink.write(pages)
-                    num_bytes += len(pages.data) or pages.num_tokens * size // layout.block_tokens
+                async with lease.copying_to(sink) as copy:
+                    for start in range(at, end, step):
+                        num_tokens = min(step, end - start)
+                        copied = await copy(start // layout.block_tokens, num_tokens)
+                        num_bytes += copied or num_tokens * size // layout.block_tokens
                 seconds = current_time() - started_s
             await sink.commit(tokens)
         self._note(end - at, end, num_bytes, seconds)

@@ -185,7 +185,8 @@ class Save:
         size_bytes = prefix.num_blocks * layout.block_bytes + layout.state_bytes
         prefill_s = times.compute_s(layout.model, len(prefix.tokens)) * share
         copy_s = times.save_s(size_bytes) + times.restore_s(size_bytes)
-        put = self._context.store.put(prefix, prefill_s=prefill_s, copy_s=copy_s)
+        store = self._context.store.near(self._instance.engine)
+        put = store.put(prefix, prefill_s=prefill_s, copy_s=copy_s)
         self._leases.callback(self._end, put)
         return put
 
@@ -197,11 +198,14 @@ class Save:
         """Copy the blocks for which a put has room, and count them."""
         layout = source.layout
         step = max(1, CHUNK_BYTES // max(1, layout.block_bytes)) * layout.block_tokens
-        for at in range(put.first_block * layout.block_tokens, put.num_tokens, step):
-            pages = await source.read(at // layout.block_tokens, min(step, put.num_tokens - at))
-            await put.write(pages)
-            num_bytes = len(pages.data) or -(-pages.num_tokens // layout.block_tokens) * layout.block_bytes
-            self._saved.num_tokens += pages.num_tokens
-            self._saved.num_bytes += num_bytes
-            labels = {tm.MODEL: layout.model, tm.KV_TIER: self._context.lookup.tier}
-            self._context.telemetry.kv_saved.add(num_bytes, labels)
+        labels = {tm.MODEL: layout.model, tm.KV_TIER: self._context.lookup.tier}
+        if not (missing := range(put.first_block * layout.block_tokens, put.num_tokens, step)):
+            return
+        async with put.copying_from(source) as copy:
+            for at in missing:
+                num_tokens = min(step, put.num_tokens - at)
+                num_bytes = await copy(at // layout.block_tokens, num_tokens)
+                num_bytes = num_bytes or -(-num_tokens // layout.block_tokens) * layout.block_bytes
+                self._saved.num_tokens += num_tokens
+                self._saved.num_bytes += num_bytes
+                self._context.telemetry.kv_saved.add(num_bytes, labels)

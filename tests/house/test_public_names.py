@@ -87,6 +87,7 @@ NAMES = {
         "InstanceId",
         "InstanceState",
         "InstanceView",
+        "KVCopy",
         "KVLayout",
         "KVLease",
         "KVPages",

@@ -1,17 +1,24 @@
-"""The memory of a `HostKVStore`."""
+"""Memory for KV blocks: of a `HostKVStore`, and what a host lends to its controller."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from anyio.lowlevel import checkpoint
 
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, PagePool, Pages
+from hotswap.backends.kv_stores.staging import Staging
 from hotswap.backends.memory import aligned_buffer, can_pin, populate
+from hotswap.worker_threads import in_thread
 
 __all__ = ["Arena"]
+
+# Copies of more bytes are made in a thread.
+_MOST_INLINE_BYTES = 256 << 10
 
 # Pages of so many bytes are had at once.
 _POPULATED_BYTES = 16 << 20
@@ -25,13 +32,16 @@ class Arena:
     Args:
         size_bytes: The most that all blocks take.
 
+    Attributes:
+        num_pages: How many pages it has.
+
     Raises:
         MemoryError: the system has no such room.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        num_pages = size_bytes // PAGE_BYTES
-        self._num_pages, self._pool = num_pages, PagePool(num_pages)
+        self.num_pages = num_pages = size_bytes // PAGE_BYTES
+        self._pool, self._staging = PagePool(num_pages), Staging()
         self._num_populated = 0
         memory = aligned_buffer(num_pages * PAGE_BYTES)
         self._memory: memoryview | None = memory[: num_pages * PAGE_BYTES]
@@ -42,7 +52,7 @@ class Arena:
     def lacking(self, ahead_bytes: int) -> range:
         """Return which of the next pages, up to so many bytes, the system has yet to give; a few at once."""
         first = max(self._num_populated, self._pool.num_fresh)
-        end = min(self._num_pages, self._pool.num_fresh + ahead_bytes // PAGE_BYTES)
+        end = min(self.num_pages, self._pool.num_fresh + ahead_bytes // PAGE_BYTES)
         return range(first, min(end, first + _POPULATED_BYTES // PAGE_BYTES))
 
     def populate(self, pages: range) -> bool:
@@ -92,8 +102,42 @@ class Arena:
         first = int(pages[0]) * PAGE_BYTES
         return self._memory[first : first + len(pages) * PAGE_BYTES]
 
+    # ------------------------------------------------------------------ off the loop
+
+    async def fill(self, blocks: Sequence[Pages], data: memoryview) -> None:
+        """Copy blocks of equal size to their pages; a cancellation waits for the end of the copy."""
+        copy = partial(self.write, blocks, data)
+        if len(data) <= _MOST_INLINE_BYTES:
+            copy()
+            await checkpoint()
+        else:
+            await in_thread(copy)
+
+    async def content(self, blocks: Sequence[Pages], block_bytes: int) -> memoryview:
+        """Return the content of blocks, one after another; `done` takes the memory back."""
+        if (lent := self.in_place(blocks, block_bytes)) is not None:
+            await checkpoint()
+            return lent
+        out = await self._staging.take(len(blocks) * block_bytes)
+        copy = partial(self.read, blocks, out, block_bytes)
+        try:
+            if len(out) <= _MOST_INLINE_BYTES:
+                copy()
+                await checkpoint()
+            else:
+                await in_thread(copy)
+        except BaseException:
+            self._staging.give_back(out)
+            raise
+        return out
+
+    def done(self, data: memoryview) -> None:
+        """Take back what `content` returned."""
+        self._staging.give_back(data)
+
     def close(self) -> None:
         """Give all memory back; nothing may be read or written any more."""
+        self._staging.close()
         self._pages, self._memory = _no_pages(), None
 
 

@@ -9,12 +9,10 @@ from functools import partial
 from typing import Self
 
 import anyio
-from anyio.lowlevel import checkpoint
 
 from hotswap.backends.kv_indexed import IndexedKVStore
 from hotswap.backends.kv_stores.arena import Arena
 from hotswap.backends.kv_stores.pages import Pages, whole_pages
-from hotswap.backends.kv_stores.staging import Staging
 from hotswap.tasks_beside import tasks_beside
 from hotswap.worker_threads import in_thread
 
@@ -22,8 +20,6 @@ __all__ = ["HostKVStore"]
 
 log = logging.getLogger("hotswap.stores")
 
-# Copies of more bytes are made in a thread.
-_MOST_INLINE_BYTES = 256 << 10
 # Memory that is taken ahead, and how often that is told while it lasts.
 _MOST_AHEAD_BYTES, _TELL_S = 1 << 30, 2.0
 
@@ -51,7 +47,7 @@ class HostKVStore(IndexedKVStore[Pages]):
 
     def __init__(self, capacity: int | str) -> None:
         super().__init__(capacity, tier="host")
-        self._arena, self._staging = Arena(0), Staging()
+        self._arena = Arena(0)
         self._ahead_bytes = min(self._capacity_bytes // 8, _MOST_AHEAD_BYTES)
         self._wanted = anyio.Event()
 
@@ -64,7 +60,6 @@ class HostKVStore(IndexedKVStore[Pages]):
                     tasks.start_soon(self._take_memory_ahead, name="memory for KV blocks")
                     yield self
             finally:
-                self._staging.close()
                 self._arena.close()
                 self._arena = Arena(0)
 
@@ -81,29 +76,13 @@ class HostKVStore(IndexedKVStore[Pages]):
         self._arena.free(place)
 
     async def fill(self, places: Sequence[Pages], data: memoryview) -> None:
-        copy = partial(self._arena.write, places, data)
-        if len(data) <= _MOST_INLINE_BYTES:
-            copy()
-            await checkpoint()
-        else:
-            await in_thread(copy)
+        await self._arena.fill(places, data)
 
     async def content(self, places: Sequence[Pages], block_bytes: int) -> memoryview:
-        if (lent := self._arena.in_place(places, block_bytes)) is not None:
-            await checkpoint()
-            return lent
-        out = await self._staging.take(len(places) * block_bytes)
-        copy = partial(self._arena.read, places, out, block_bytes)
-        try:
-            if len(out) <= _MOST_INLINE_BYTES:
-                copy()
-                await checkpoint()
-            else:
-                await in_thread(copy)
-        except BaseException:
-            self._staging.give_back(out)
-            raise
-        return out
+        return await self._arena.content(places, block_bytes)
+
+    def done(self, data: memoryview) -> None:
+        self._arena.done(data)
 
     async def _take_memory_ahead(self) -> None:
         """Take pages from the system before saves need them, as long as it can do so."""
@@ -117,6 +96,3 @@ class HostKVStore(IndexedKVStore[Pages]):
                     log.info("%r still takes memory from the system ahead.", self)
             await self._wanted.wait()
             self._wanted = anyio.Event()
-
-    def done(self, data: memoryview) -> None:
-        self._staging.give_back(data)
