@@ -117,11 +117,12 @@ def _size(entries: tuple[Residency, ...], model: ModelId, tier: TierView) -> int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredKV:
-    """What a store has of one model."""
+    """What a store has of one model; `node` is the node where it has it, "" if it is the fleet's process."""
 
     model: ModelId
     num_blocks: int
     size_bytes: int
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -262,6 +262,9 @@ def _kv_store(config: KVStoreConfig | None) -> KVStore | None:
                 made = _found(stores, "TieredKVStore")(*tiers)
             case "shared":
                 made = _found(stores, "SharedKVStore")(_given(config, "directory"), config.budget)
+            case "node":
+                local = config.local_budget and _found(stores, "HostKVStore")(config.local_budget)
+                made = _found(stores, "NodeKVStore")(config.budget, local=local or None)
             case "sim":
                 made = _found("hotswap.backends.sim", "SimKVStore")(config.budget)
         return cast("KVStore", made)

@@ -63,10 +63,16 @@ class StoreConfig(_Section):
 class KVStoreConfig(_Section):
     """Where KV blocks are kept across swaps, `[kv_store]`."""
 
-    kind: Literal["host", "nvme", "tiered", "shared", "sim"] = Field(
-        default="host", description="memory, a local disk, both, or memory that processes share"
+    kind: Literal["host", "nvme", "tiered", "shared", "node", "sim"] = Field(
+        default="host",
+        description="memory, a disk, both, memory that processes share, or that of each engine's process",
     )
-    budget: str | int = Field(description="the most bytes, in memory (`nvme`: on the disk)")
+    budget: str | int = Field(
+        description="the most bytes, in memory (`nvme`: on the disk; `node`: of each engine)"
+    )
+    local_budget: str | int | None = Field(
+        default=None, description="of `node`: the most bytes for engines that are in the fleet's process"
+    )
     directory: str | None = Field(
         default=None, description="of `nvme`, `tiered` and `shared`: where files are"
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from hotswap import telemetry as tm
+from hotswap.request import ModelId
 from hotswap.runtime.state import FleetState
 from hotswap.runtime.views import LiveView
 from hotswap.telemetry import Telemetry
@@ -101,11 +102,13 @@ def observe_fleet(telemetry: Telemetry, fleet: LastView) -> None:
         ]
 
     def kv_stored(_: CallbackOptions) -> Iterable[Observation]:
+        kept: Counter[tuple[ModelId, str]] = Counter()  # of all nodes
+        for view in fleet.seen():
+            if (store := view.kv_store) is not None:
+                for stored in store.models:
+                    kept[stored.model, store.tier] += stored.size_bytes
         return [
-            Observation(stored.size_bytes, {tm.MODEL: stored.model, tm.KV_TIER: view.kv_store.tier})
-            for view in fleet.seen()
-            if view.kv_store is not None
-            for stored in view.kv_store.models
+            Observation(size, {tm.MODEL: model, tm.KV_TIER: tier}) for (model, tier), size in kept.items()
         ]
 
     gauge = telemetry.gauges.create_observable_gauge

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PAGE_BYTES", "PagePool", "Pages", "whole_pages"]
+__all__ = ["PAGE_BYTES", "PAGE_DTYPE", "PagePool", "Pages", "packed_pages", "whole_pages"]
 
 PAGE_BYTES = 4096
+PAGE_DTYPE: Final = np.dtype("<i8")
+"""Numbers of pages as they are sent to another process."""
 
 Pages: TypeAlias = npt.NDArray[np.int64]
 """The pages of one block, in order."""
@@ -19,6 +22,12 @@ Pages: TypeAlias = npt.NDArray[np.int64]
 def whole_pages(block_bytes: int) -> int:
     """Return the bytes of the pages of a block."""
     return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def packed_pages(blocks: Sequence[Pages]) -> memoryview:
+    """Return the pages of blocks, one after another, as they are sent to another process."""
+    whole: Pages = np.concatenate([np.empty(0, np.int64), *blocks])
+    return memoryview(whole.astype(PAGE_DTYPE).tobytes())
 
 
 class PagePool:

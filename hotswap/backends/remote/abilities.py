@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from anyio import from_thread
 
 from hotswap.backends.remote.control import ControlLink
+from hotswap.backends.remote.host_memory import LendsMemory
 from hotswap.backends.remote.linked import LinkedEngine, count_read
 from hotswap.backends.remote.listing import ListsKV
 from hotswap.backends.remote.moves import Migrates
@@ -165,6 +166,7 @@ _ABILITIES: Final[dict[str, tuple[type, type[LinkedEngine]]]] = {
     "resize": (SupportsResize, _Resizes),
     "migration": (SupportsMigration, Migrates),
     "kv_listing": (SupportsKVListing, ListsKV),
+    "kv_memory": (SupportsMigration, LendsMemory),
 }
 
 

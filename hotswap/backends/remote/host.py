@@ -86,7 +86,8 @@ class EngineHost:
     async def serve(self, channel: Channel) -> None:
         """Serve a link until it ends, which is logged with its reason; for `serve_tcp` and `serve_shared`.
 
-        A controller that is gone leaves no request, and no verb half done; the engine keeps its model.
+        A controller that is gone leaves no request, and no verb half done; the engine keeps its model. KV
+        blocks that it keeps here stay until it has left, another one comes, or the host ends.
         """
         inbox = Inbox(channel, self._silence_s)
         try:
@@ -141,7 +142,10 @@ class EngineHost:
             epoch, heard_within_s = first.fields.size("epoch"), silence_in(first.fields)
         session = await self._take_over(channel, inbox, epoch, heard_within_s)
         try:
-            return await session.run()
+            because = await session.run()
+            if not because:
+                self._verbs.kv_memory = None  # it has no controller that could come back for it
+            return because
         finally:
             if self._session is session:
                 self._session = None

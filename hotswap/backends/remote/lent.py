@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol, runtime_checkable
 
 import anyio
 
@@ -52,6 +53,15 @@ class LentEnd:
                 await ended.wait()
             if self.peer is not None:
                 await self.peer.aclose()
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """An end of a move in memory of the host, whose pages come in several messages if they are many."""
+
+    def name_pages(self, payload: bytes) -> None:
+        """Take the numbers of more pages."""
+        ...
 
 
 class Lent:
@@ -105,12 +115,24 @@ class Lent:
         """Return a source by its key; errors are those of `[]`."""
         end = self[key].end
         if not isinstance(end, KVSource):
-            raise MigrationAborted("A source was asked for, and this is a sink.", stage="copy")
+            raise MigrationAborted("A source was asked for, and this is none.", stage="copy")
         return end
+
+    def cached(self, key: str, entry: int) -> KVSource | CachedKV:
+        """Return what blocks are read from: a source, or an entry of a listing; errors are those of `[]`."""
+        end = self[key].end
+        return end[entry] if isinstance(end, Listing) else self.source(key)
+
+    def name_pages(self, key: str, payload: bytes) -> None:
+        """Have an end in memory know more of its pages; errors are those of `[]`."""
+        end = self[key].end
+        if not isinstance(end, InMemory):
+            raise MigrationAborted("Pages were named for an end that is not in memory.", stage="copy")
+        end.name_pages(payload)
 
     def sink(self, key: str) -> KVSink:
         """Return a sink by its key; errors are those of `[]`."""
         end = self[key].end
         if not isinstance(end, KVSink):
-            raise MigrationAborted("A sink was asked for, and this is a source.", stage="copy")
+            raise MigrationAborted("A sink was asked for, and this is none.", stage="copy")
         return end

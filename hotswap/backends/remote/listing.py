@@ -11,11 +11,12 @@ from anyio.abc import TaskGroup
 from hotswap.backends.remote.control import ControlLink
 from hotswap.backends.remote.linked import LinkedEngine
 from hotswap.backends.remote.messages import MAX_PAYLOAD_BYTES
+from hotswap.backends.remote.moves import RemoteSink, push
 from hotswap.backends.remote.pages import PageLink
 from hotswap.backends.remote.values import tokens_in
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError
-from hotswap.migration import CachedKV, KVLayout, KVPages
+from hotswap.migration import CachedKV, KVLayout, KVPages, KVSink
 
 __all__ = ["ListsKV", "listed"]
 
@@ -54,7 +55,7 @@ class _Listing:
     """
 
     def __init__(self, engine: LinkedEngine, tasks: TaskGroup, link: ControlLink, key: str) -> None:
-        self._engine, self._tasks, self._link, self._key = engine, tasks, link, key
+        self._engine, self._tasks, self.link, self.key = engine, tasks, link, key
         self._pages: PageLink | None = None
         self._reading, self._used_s = anyio.Lock(), 0.0
 
@@ -62,8 +63,8 @@ class _Listing:
         """Read blocks of an entry."""
         async with self._reading:
             try:
-                pages = await self._link.unless_lost(self._page_link(layout))
-                return await self._link.unless_lost(pages.read(first_block, num_tokens, entry=entry))
+                pages = await self.link.unless_lost(self._page_link(layout))
+                return await self.link.unless_lost(pages.read(first_block, num_tokens, entry=entry))
             finally:
                 self._used_s = anyio.current_time()
 
@@ -71,16 +72,16 @@ class _Listing:
         if self._pages is None or self._pages.is_closed:
             pages = PageLink(await self._engine.open_channel(), layout)
             self._tasks.start_soon(self._close_idle, pages, name=f"link for blocks of {self._engine.id}")
-            await pages.open(self._key)
+            await pages.open(self.key)
             self._pages = pages
         return self._pages
 
     async def _close_idle(self, pages: PageLink) -> None:
         """Close a link once it is not used any more, or cannot be."""
         try:
-            while not (pages.is_closed or self._link.lost):
+            while not (pages.is_closed or self.link.lost):
                 with anyio.move_on_after(_IDLE_S):
-                    await self._link.ended.wait()
+                    await self.link.ended.wait()
                 if not self._reading.locked() and self._used_s + _IDLE_S <= anyio.current_time():
                     break
         finally:
@@ -97,6 +98,12 @@ class _RemoteCachedKV(CachedKV):
 
     async def read(self, first_block: int, num_tokens: int) -> KVPages:
         return await self._listing.read(self.layout, self._entry, first_block, num_tokens)
+
+    async def copy_to(self, sink: KVSink, first_block: int, num_tokens: int) -> int:
+        link = self._listing.link
+        if isinstance(sink, RemoteSink) and sink.end.link is link:  # at the same host
+            return await push(link, self._listing.key, sink, first_block, num_tokens, entry=self._entry)
+        return await super().copy_to(sink, first_block, num_tokens)
 
 
 class ListsKV(LinkedEngine):

@@ -41,7 +41,7 @@ __all__ = [
 
 log = logging.getLogger("hotswap")
 
-VERSION: Final = 5
+VERSION: Final = 6
 # Of one frame: longer ones would hold up the event loop, and are split between messages.
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_PAYLOAD_BYTES: Final = 8 << 20

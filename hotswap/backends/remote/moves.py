@@ -16,12 +16,12 @@ from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, KVSource, Stopped
 from hotswap.request import Request, RequestId
 
-__all__ = ["Migrates"]
+__all__ = ["End", "Migrates", "RemoteSink", "RemoteSource", "push"]
 
 _LEAVE_S = 10.0
 
 
-class _End:
+class End:
     """One end of a move, lent by a host.
 
     Args:
@@ -34,11 +34,13 @@ class _End:
         num_present_blocks: See `KVSink`.
         key: What the host calls it.
         address: Where other hosts reach its host; "" if they do not.
+        is_left: Whether the host has said that its engine has it back.
     """
 
     def __init__(self, engine: LinkedEngine, link: ControlLink, answer: Answer) -> None:
         self._engine, self.link = engine, link
         self._pages: PageLink | None = None
+        self.is_left = False
         with link.reading():
             self.layout = wire.layout_of(wire.Message("", 0, answer.fields))
             self.num_present_blocks = answer.fields.size("num_present_blocks")
@@ -53,6 +55,7 @@ class _End:
             with anyio.CancelScope(shield=True):
                 with suppress(InstanceLost, MigrationAborted), anyio.move_on_after(_LEAVE_S):
                     await self.call("leave")
+                    self.is_left = True
                 await self._close_pages()
 
     async def call(self, verb: str, payload: memoryview | None = None, /, **fields: object) -> Answer:
@@ -87,7 +90,7 @@ class _End:
 class RemoteSource(KVSource):
     """The source of a move at the host of a remote engine."""
 
-    def __init__(self, end: _End) -> None:
+    def __init__(self, end: End) -> None:
         self.layout, self._end = end.layout, end
         self._sent_to: KVSink | None = None
         self._sent_from = self._sent_bytes = 0
@@ -106,11 +109,10 @@ class RemoteSource(KVSource):
             await checkpoint()
             num_bytes, self._sent_bytes = self._sent_bytes, 0
             return num_bytes
-        if (far := self._reached(sink)) is None:
-            return await super().copy_to(sink, first_block, num_tokens)
-        answer = await self._call_for(far, "push", first_block=first_block, num_tokens=num_tokens)
-        with self._end.link.reading():
-            return answer.fields.size("num_bytes")
+        link = self._end.link
+        if isinstance(sink, RemoteSink) and (sink.end.link is link or self._reached(sink) is not None):
+            return await push(link, self._end.key, sink, first_block, num_tokens)
+        return await super().copy_to(sink, first_block, num_tokens)
 
     async def stop(self) -> Stopped:
         return _stopped(self._end, await self._end.call("stop"))
@@ -119,7 +121,8 @@ class RemoteSource(KVSource):
         """Stop the request, and have its host send what is left to the sink's and commit it, in one call."""
         if (far := self._reached(sink)) is None:
             return await self.stop()
-        answer = await self._call_for(far, "stop", first_block=first_block)
+        call = self._end.call("stop", to=far.address, sink=far.key, entry=0, first_block=first_block)
+        answer = await far.link.unless_lost(call)
         stopped = _stopped(self._end, answer)
         with self._end.link.reading():
             is_sent, self._sent_bytes = answer.fields.flag("is_sent"), answer.fields.size("num_bytes")
@@ -131,19 +134,14 @@ class RemoteSource(KVSource):
     async def release(self) -> None:
         await self._end.call("release")
 
-    def _reached(self, sink: KVSink) -> _End | None:
+    def _reached(self, sink: KVSink) -> End | None:
         """Return a sink's end if the source's host reaches the sink's."""
         if isinstance(sink, RemoteSink) and self._end.address and sink.end.address:
             return sink.end
         return None
 
-    async def _call_for(self, far: _End, verb: str, **fields: object) -> Answer:
-        """Have blocks sent to a sink; the loss of its host ends that, too, and not only of the source's."""
-        call = self._end.call(verb, to=far.address, sink=far.key, **fields)
-        return await far.link.unless_lost(call)
 
-
-def _stopped(end: _End, answer: Answer) -> Stopped:
+def _stopped(end: End, answer: Answer) -> Stopped:
     with end.link.reading():
         return Stopped(
             wire.tokens_of(memoryview(answer.payload)),
@@ -160,7 +158,7 @@ class RemoteSink(KVSink):
         committed: What the source's host has had committed already.
     """
 
-    def __init__(self, end: _End) -> None:
+    def __init__(self, end: End) -> None:
         self.layout, self.num_present_blocks, self.end = end.layout, end.num_present_blocks, end
         self.committed: tuple[int, ...] | None = None
         self._num_reserved = 0  # blocks
@@ -183,13 +181,36 @@ class RemoteSink(KVSink):
         return None
 
 
+async def push(
+    link: ControlLink, key: str, sink: RemoteSink, first_block: int, num_tokens: int, *, entry: int = 0
+) -> int:
+    """Have a host copy blocks of what it has lent to a sink, its own or another's; return how many bytes.
+
+    The loss of the sink's host ends that, too, and not only of this one. After a cancellation the host does
+    nothing for it any more once this returns.
+
+    Args:
+        link: To the host.
+        key: What it calls the source, or the listing.
+        sink: Where blocks go, at a host that it reaches.
+        first_block: The first of them.
+        num_tokens: How many tokens they have.
+        entry: Which entry of the listing.
+    """
+    to = "" if sink.end.link is link else sink.end.address
+    what = {"key": key, "entry": entry, "first_block": first_block, "num_tokens": num_tokens}
+    answer = await sink.end.link.unless_lost(link.call_at_once("push", to=to, sink=sink.end.key, **what))
+    with link.reading():
+        return answer.fields.size("num_bytes")
+
+
 class Migrates(LinkedEngine):
     """See `SupportsMigration`: control goes over the engine's link, blocks over links of their own."""
 
     @asynccontextmanager
     async def export_kv(self, request: RequestId) -> AsyncGenerator[KVSource]:
         link = self._linked()
-        end = _End(self, link, await link.call("export", request=request))
+        end = End(self, link, await link.call("export", request=request))
         async with end.lent():
             yield RemoteSource(end)
 
@@ -197,6 +218,6 @@ class Migrates(LinkedEngine):
     async def import_kv(self, request: Request) -> AsyncGenerator[KVSink]:
         link = self._linked()
         fields = wire.request_fields(request)
-        end = _End(self, link, await link.call("import", wire.pack_tokens(request.tokens), **fields))
+        end = End(self, link, await link.call("import", wire.pack_tokens(request.tokens), **fields))
         async with end.lent():
             yield RemoteSink(end)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -33,6 +35,9 @@ from hotswap.model import Adapter, ModelCard
 from hotswap.request import AdapterId, RequestId
 from hotswap.store import WeightStore
 from hotswap.worker_threads import run_in_thread
+
+if TYPE_CHECKING:
+    from hotswap.backends.remote.kv_memory import KVMemory
 
 __all__ = ["Call", "Verbs"]
 
@@ -72,12 +77,14 @@ class Verbs:
     Attributes:
         lent: What it has lent to moves.
         peers: How it reaches other hosts.
+        kv_memory: What the controller has asked for to keep KV blocks in; `None` if it has not.
     """
 
     def __init__(self, engine: Engine, store: WeightStore, max_tokens: int) -> None:
         self.engine, self.store, self.max_tokens = engine, store, max_tokens
         self.lent = Lent()
         self.peers: PeerLinks | None = None
+        self.kv_memory: KVMemory | None = None
 
     async def do(self, call: Call, message: Message, payload: bytes) -> None:
         """Do what a call asks for, and answer it.
@@ -117,8 +124,15 @@ class Verbs:
                 call.answer(num_blocks=await engine.resize_kv(_size(fields, "num_blocks")))
             case "list_kv" if isinstance(engine, SupportsKVListing):
                 await self._list(call, engine)
-            case "export" | "import" if isinstance(engine, SupportsMigration):
-                await self._lend(call, engine, message, payload)
+            case "open_memory":
+                await self._open_memory(call, fields)
+            case "lend_memory":
+                await self._lend(call, self._memory_end(fields, payload))
+            case "export" if isinstance(engine, SupportsMigration):
+                await self._lend(call, engine.export_kv(RequestId(_text(fields, "request"))))
+            case "import" if isinstance(engine, SupportsMigration):
+                request = wire.request_of(message, await self._tokens(payload))
+                await self._lend(call, engine.import_kv(request))
             case _:
                 await self._move(call, message, payload)
         call.answer()
@@ -137,16 +151,38 @@ class Verbs:
         cached, fields, tokens = listed(await engine.cached_kv())
         call.answer(tokens, key=self.lent.list(cached), **fields)
 
+    # ------------------------------------------------------------------ memory for KV blocks
+
+    async def _open_memory(self, call: Call, fields: Fields) -> None:
+        """Have memory for a store of the controller, which may be what it has had; some is taken ahead."""
+        from hotswap.backends.remote.kv_memory import KVMemory  # which needs numpy
+
+        id, capacity_bytes = _text(fields, "memory"), _size(fields, "capacity_bytes")
+        is_kept = self.kv_memory is not None and self.kv_memory.id == id
+        if not is_kept:
+            self.kv_memory = None  # before there is more
+            self.kv_memory = KVMemory(id, capacity_bytes)
+        call.answer(is_kept=is_kept)
+        if self.kv_memory is not None:
+            await self.kv_memory.take_ahead()
+
+    @asynccontextmanager
+    async def _memory_end(self, fields: Fields, payload: bytes) -> AsyncGenerator[KVSource | KVSink]:
+        memory = self.kv_memory
+        if memory is None or memory.id != _text(fields, "memory"):
+            raise MigrationAborted(
+                "The host has no such memory for KV blocks, or not any more.", stage="copy"
+            )
+        end = memory.lend(fields, payload)
+        try:
+            yield end
+        finally:
+            end.blocks.done()
+
     # ------------------------------------------------------------------ moves
 
-    async def _lend(self, call: Call, engine: SupportsMigration, message: Message, payload: bytes) -> None:
+    async def _lend(self, call: Call, lending: AbstractAsyncContextManager[KVSource | KVSink]) -> None:
         """Lend an end of a move until the controller leaves it; its call ends then."""
-        lending: AbstractAsyncContextManager[KVSource | KVSink]
-        if message.verb == "export":
-            lending = engine.export_kv(RequestId(_text(message.fields, "request")))
-        else:
-            tokens = await self._tokens(payload)
-            lending = engine.import_kv(wire.request_of(message, tokens))
         async with lending as end, self.lent.lend(end, call.ended) as lent:
             call.answer(
                 key=lent.key,
@@ -162,6 +198,8 @@ class Verbs:
         match message.verb:
             case "leave":
                 await lent.leave(key)
+            case "name_pages":
+                lent.name_pages(key, payload)
             case "num_tokens":
                 call.answer(num_tokens=await lent.source(key).num_tokens())
             case "stop":
@@ -210,10 +248,14 @@ class Verbs:
         return await tokens_in(payload)
 
     async def _push(self, key: str, first_block: int, num_tokens: int, fields: Fields) -> int:
-        """Copy blocks of a source here to a sink at another host; return how many bytes."""
-        link = await self._peer(key, fields)
-        pages = await self.lent.source(key).read(first_block, num_tokens)
-        await link.write(pages)
+        """Copy blocks of a source here to a sink, here or at another host; return how many bytes."""
+        source = self.lent.cached(key, _size(fields, "entry"))
+        if _text(fields, "to") == "":
+            sink: KVSink | PageLink = self.lent.sink(_text(fields, "sink"))
+        else:
+            sink = await self._peer(key, fields)
+        pages = await source.read(first_block, num_tokens)
+        await sink.write(pages)
         return len(pages.data)
 
     async def _peer(self, key: str, fields: Fields) -> PageLink:

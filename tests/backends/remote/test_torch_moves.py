@@ -12,8 +12,8 @@ import pytest
 
 from hotswap import Fleet, MigrationRecord, Model, Request, RequestId, Sampling
 from hotswap import telemetry as tm
-from hotswap.abc import Channel, Engine
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.abc import Channel, Engine, KVStore
+from hotswap.backends.kv_stores import HostKVStore, NodeKVStore
 from hotswap.backends.remote import EngineHost, RemoteEngine, TcpPeers
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.backends.transports import LinkSecret, connect_tcp, serve_tcp
@@ -79,7 +79,7 @@ async def fleet_of_hosts(
     num_remote: int = 2,
     peer_secret: LinkSecret = SECRET,
     spans: SpanRecorder | None = None,
-    kv_store: HostKVStore | None = None,
+    kv_store: KVStore | None = None,
 ) -> AsyncGenerator[tuple[Fleet, list[Counted]]]:
     """A fleet of two engines, of which some are remote, all serving the model."""
     async with AsyncExitStack() as stack:
@@ -173,3 +173,30 @@ async def test_blocks_are_saved_from_a_host_and_restored_on_another(
         assert record.num_saved == 1
         assert stream.hops[1].restored_tokens >= len(PROMPT)
     assert read == await undisturbed(store, skeletons)
+
+
+@pytest.mark.parametrize("comes_back", [True, False], ids=["on its host", "on another host"])
+async def test_blocks_stay_with_hosts_and_go_from_one_to_the_other(
+    store: DictStore, skeletons: SkeletonCache, comes_back: bool
+) -> None:
+    async with fleet_of_hosts(store, skeletons, kv_store=NodeKVStore("16 MiB")) as (fleet, links):
+        async with fleet.stream(KIND, PROMPT, SAMPLING) as stream:
+            read = [(await anext(stream)).id for _ in range(5)]
+            was_on = stream.hops[0].instance
+            other = "e1" if was_on == "e0" else "e0"
+            before = sum(link.num_bytes for link in links)
+            if comes_back:
+                await fleet.unload(other)
+            record = await fleet.unload(was_on)
+            if comes_back:
+                await fleet.swap(was_on, to=KIND)
+            read += [token.id for token in await stream.collect()]
+            passed = sum(link.num_bytes for link in links) - before
+        assert stream.hops[1].instance == (was_on if comes_back else other)
+        assert record.num_saved == 1
+        assert stream.hops[1].restored_tokens >= len(PROMPT)
+        view = fleet.view().kv_store
+        assert view is not None
+        assert view.num_leases == 0
+    assert read == await undisturbed(store, skeletons)
+    assert passed < record.saved_bytes / 4, "blocks passed through the fleet's process"
