@@ -36,7 +36,7 @@ from benchmarks.soak_scenario import FINDINGS, Scenario, Setup, soak
 from benchmarks.table import show
 from hotswap import DeviceBudget, Fleet, MigrationLimits, Model, ModelId, Request, RequestId, Sampling
 from hotswap.abc import ModelCard, Scheduler
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.kv_stores import HostKVStore, NodeKVStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, TieredStore
 from hotswap.backends.torch import SkeletonCache, TorchEngine
 from hotswap.policies import ElasticMemory, LeastLoadedRouter, WeightedLoadSwap
@@ -63,6 +63,7 @@ class Settings:
         distinct_requests: Number of different requests, each of which is sent many times.
         seed: Of everything that is random.
         kv_store: Size of a store that keeps KV blocks across swaps; `None` for none.
+        kv_on_nodes: Whether it keeps them in the processes of the engines, in so much memory of each.
         device_budget: Size of the memory that the engines share, 2 MiB or more for each; `None` gives each
             its own.
         processes: Whether each engine is in a process of its own, which is killed at random.
@@ -78,6 +79,7 @@ class Settings:
     distinct_requests: int = 90
     seed: int = 1
     kv_store: str | None = None
+    kv_on_nodes: bool = False
     device_budget: str | None = None
     processes: bool = False
     sample_s: float = 1.0
@@ -98,7 +100,8 @@ def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
 async def _soak(root: Path, settings: Settings) -> dict[str, Any]:
     random = Random(settings.seed)
     requests = await _make_requests(root, random, settings.distinct_requests)
-    kv_store = None if settings.kv_store is None else HostKVStore(settings.kv_store)
+    make_store = NodeKVStore if settings.kv_on_nodes else HostKVStore
+    kv_store = None if settings.kv_store is None else make_store(settings.kv_store)
     budget = None if settings.device_budget is None else DeviceBudget(settings.device_budget)
     setup = _make_setup(
         root, random, settings.engines, requests, kv_store, budget, processes=settings.processes
@@ -187,7 +190,7 @@ def _make_setup(
     random: Random,
     num_engines: int,
     requests: Sequence[CheckedRequest],
-    kv_store: HostKVStore | None,
+    kv_store: HostKVStore | NodeKVStore | None,
     budget: DeviceBudget | None,
     *,
     processes: bool,
@@ -236,11 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=default.scenario.clients.size, help="at once")
     parser.add_argument("--seed", type=int, default=default.seed, help="of everything that is random")
     parser.add_argument("--kv-store", metavar="SIZE", help="keep KV blocks across swaps, in so much memory")
+    parser.add_argument(
+        "--kv-on-nodes", action="store_true", help="in so much memory of each engine's process"
+    )
     parser.add_argument("--device-budget", metavar="SIZE", help="memory that the engines share, and lend")
     parser.add_argument("--processes", action="store_true", help="each engine in a process, which is killed")
     options = parser.parse_args(arguments)
     if options.processes and options.device_budget:
         parser.error("engines in processes share no --device-budget here")
+    if options.kv_on_nodes and not (options.processes and options.kv_store):
+        parser.error("--kv-on-nodes takes --processes and --kv-store")
     # oneDNN keeps what it compiled for the last 1,024 shapes, hundreds of megabytes: no warm-up fills that.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     minutes = options.minutes or (5.0 if options.full else 1.0)
@@ -254,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             scenario=scenario,
             seed=options.seed,
             kv_store=options.kv_store,
+            kv_on_nodes=options.kv_on_nodes,
             device_budget=options.device_budget,
             processes=options.processes,
         )

@@ -76,7 +76,7 @@ class NodeKVStore(KVStore):
         return max(store.lookup(prefix) for store in self._stores())
 
     def lease(self, prefix: KVPrefix) -> KVLease:
-        return self._lease(prefix, self._local)
+        return self.lease_near(prefix, self._local)
 
     def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
         return self._local.put(prefix, prefill_s=prefill_s, copy_s=copy_s)
@@ -97,7 +97,7 @@ class NodeKVStore(KVStore):
     def near(self, engine: Engine) -> KVStore:
         return _Near(self, self._store_of(engine))
 
-    def _lease(self, prefix: KVPrefix, near: KVStore) -> KVLease:
+    def lease_near(self, prefix: KVPrefix, near: KVStore) -> KVLease:
         """Lease from the store that has most of a prefix; of several that have as much, the near one."""
         return max((near, *self._stores()), key=lambda store: store.lookup(prefix)).lease(prefix)
 
@@ -127,7 +127,7 @@ class _Near(KVStore):
         return self._store.lookup(prefix)
 
     def lease(self, prefix: KVPrefix) -> KVLease:
-        return self._store._lease(prefix, self._own)
+        return self._store.lease_near(prefix, self._own)
 
     def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> KVPut:
         return self._own.put(prefix, prefill_s=prefill_s, copy_s=copy_s)

@@ -52,7 +52,7 @@ class LentEnd:
                 scope.cancel()
                 await ended.wait()
             if self.peer is not None:
-                await self.peer.aclose()
+                await self.peer.leave()
 
 
 @runtime_checkable

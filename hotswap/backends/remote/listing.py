@@ -86,7 +86,7 @@ class _Listing:
                     break
         finally:
             with anyio.CancelScope(shield=True):
-                await pages.aclose()
+                await pages.leave()
 
 
 class _RemoteCachedKV(CachedKV):

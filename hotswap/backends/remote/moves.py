@@ -84,7 +84,7 @@ class End:
 
     async def _close_pages(self) -> None:
         if self._pages is not None:
-            await self._pages.aclose()
+            await self._pages.leave()
 
 
 class RemoteSource(KVSource):

@@ -11,6 +11,7 @@ has told its controller alone.
     part      the first bytes of a write           ->  done
     write     the first block, how many tokens, with the blocks  ->  done
     commit    all tokens of the request            ->  done
+    goodbye                                        ->  nothing: the link is closed
 
 Calls have as many blocks as a payload takes. Recurrent states follow the last of them; if these are too large
 for it, they come in parts.
@@ -19,7 +20,7 @@ for it, they come in parts.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 
@@ -35,7 +36,7 @@ from hotswap.transport import Channel, Frame
 
 __all__ = ["Listing", "PageLink", "serve_pages"]
 
-_ANSWER_S = 30.0
+_ANSWER_S, _GOODBYE_S = 30.0, 1.0
 _MAX_CALL_BYTES = 4 << 10
 _MAX_ANSWER_BYTES = 128 << 10  # of an error
 
@@ -104,6 +105,13 @@ class PageLink:
     async def commit(self, tokens: Sequence[int]) -> None:
         """Commit what was written. Errors are those of `KVSink.commit`."""
         await self._call("commit", 0, len(tokens), wire.pack_tokens(tokens))
+
+    async def leave(self) -> None:
+        """Say that no more is wanted, so that the other end is not told of a broken link, and close it."""
+        if not self.is_closed:
+            with anyio.move_on_after(_GOODBYE_S), suppress(MigrationAborted):
+                await self._channel.send(wire.pack("goodbye", 0))
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Close the link."""
@@ -181,16 +189,18 @@ class Listing:
 
 
 async def serve_pages(end: KVSource | KVSink | Listing, channel: Channel) -> None:
-    """Do the calls of a `PageLink` on a source, a sink or a listing, until the link ends.
+    """Do the calls of a `PageLink` on a source, a sink or a listing, until the other end leaves.
 
     Raises:
-        MigrationAborted: the link has ended.
+        MigrationAborted: the link has ended otherwise.
     """
     most, rest, parts = channel.max_payload_bytes, memoryview(b""), bytearray()
     while True:
         frame = await channel.receive(max_message_bytes=_MAX_CALL_BYTES)
         async with _broken_by_nonsense(channel):
             message = wire.unpack(frame.message)
+            if message.verb == "goodbye":
+                return
             first_block, num_tokens = wire.size(message, "first_block"), wire.size(message, "num_tokens")
             data: memoryview | None = None
             answer = b""

@@ -318,6 +318,7 @@ async def test_a_host_that_does_not_say_that_it_copies_nothing_more_gets_new_mem
             tasks.cancel_scope.cancel()
         assert "copies nothing more" in caplog.text
         assert near.lookup(SUITE.prefix(4)) == 0
+        monkeypatch.undo()
         near = made.store.near(made.engines[0])
         slow.go_on.set()
         await SUITE.save(near, other)

@@ -82,10 +82,9 @@ async def test_tokens_are_those_of_an_undisturbed_run(budget: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_remote", [2, 1], ids=["two hosts", "one host"])
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_random_swaps_losses_and_budgets_lose_no_token(num_remote: int, seed: int) -> None:
+async def test_random_swaps_losses_and_budgets_lose_no_token(num_remote: int) -> None:
     """Two engines save and restore at once, each with memory for 1.2 times one request."""
-    random, seen = Random(seed), Counter[str]()
+    random, seen = Random(1), Counter[str]()
     engines = [make_engine("e0", 1024), make_engine("e1", 1024)]
     clients = [Client(number % len(PROMPTS)) for number in range(24)]
     size_bytes = round(1.2 * 9 * BLOCK_BYTES)
