@@ -28,6 +28,7 @@ BENCHMARKS = {
     "grammar": "a step of requests with JSON schemas beside one without, and answers to random schemas",
     "kernels": "a linear layer with FP8 weights beside the same with bfloat16 weights, on a CPU",
     "kv": "a swap with KV blocks kept in host memory beside computing them again, by context",
+    "kv_process": "engines in processes: their KV blocks kept there beside the process of the fleet",
     "linear": "linear layers on a CPU by our kernel, beside oneDNN",
     "killed": "a process of an engine killed under 100 streams: how long their clients wait",
     "lengths": "steps of decodes of different lengths, and with one replaced in each step, beside equal ones",

@@ -232,6 +232,13 @@ async def test_two_stores_of_a_directory_are_shared_as_the_page_has_them(tmp_pat
     assert not (tmp_path / "chats").exists()
 
 
+async def test_a_store_on_the_machines_of_engines_is_made_as_the_page_has_it() -> None:
+    names: dict[str, Any] = {}
+    await run(runnable("kv-blocks.md", "NodeKVStore", {"64 GiB": "4 MiB", "16 GiB": "1 MiB"}), names)
+    async with names["kv_store"] as store:
+        assert store.view().capacity_bytes == 1 << 20, "that of no engine elsewhere yet"
+
+
 def test_a_store_of_ones_own_is_checked_by_its_suite() -> None:
     names: dict[str, Any] = {"KVStoreConformance": KVStoreConformance, "MyStore": HostKVStore}
     exec(runnable("kv-blocks.md", "KVStoreConformance"), names)

@@ -36,6 +36,7 @@ RUN_BY: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/kv-blocks.md": (
         (_BLOCKS, "test_a_store_of_ones_own_is_checked_by_its_suite"),
         (_BLOCKS, "test_two_stores_of_a_directory_are_shared_as_the_page_has_them"),
+        (_BLOCKS, "test_a_store_on_the_machines_of_engines_is_made_as_the_page_has_it"),
     ),
     "docs/kv.md": ((_TORCH, "test_kv_blocks_are_kept_in_host_memory"),),
     "docs/llamacpp.md": ((_TORCH, "test_gguf_files_are_served_by_llama_cpp"),),

@@ -107,10 +107,14 @@ class PageLink:
         await self._call("commit", 0, len(tokens), wire.pack_tokens(tokens))
 
     async def leave(self) -> None:
-        """Say that no more is wanted, so that the other end is not told of a broken link, and close it."""
+        """Say that no more is wanted, wait until the other end has closed the link, and close it.
+
+        To the other end a link that is closed before is a broken one.
+        """
         if not self.is_closed:
             with anyio.move_on_after(_GOODBYE_S), suppress(MigrationAborted):
                 await self._channel.send(wire.pack("goodbye", 0))
+                await self._channel.receive()
         await self.aclose()
 
     async def aclose(self) -> None:
