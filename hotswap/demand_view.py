@@ -43,8 +43,8 @@ class WaitingView:
     Of its `num_tokens` it was given `num_generated` before, elsewhere. It was evicted `num_evicted` times so
     far, and left instances `num_stalls` times since its latest token, for whatever reason but a move. The
     KV blocks of its first `stored_tokens` tokens are in the fleet's KV store, so that they are copied in
-    place of computed; 0 without a store. `last_instance` is the one that it
-    left last, if it got a token there.
+    place of computed; 0 without a store. They are on `stored_node`, from which other nodes are sent them; ""
+    if they are equally near to all. `last_instance` is the one that it left last, if it got a token there.
     """
 
     id: RequestId
@@ -58,6 +58,7 @@ class WaitingView:
     num_evicted: int = 0
     num_stalls: int = 0
     stored_tokens: int = 0
+    stored_node: str = ""
     last_instance: InstanceId | None = None
 
 

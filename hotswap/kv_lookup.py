@@ -74,18 +74,23 @@ class KVLookup:
         """Whether blocks of a layout have the same names in all fleets, as those of adapters have not."""
         return layout.adapter is None and layout.computed_by != ""
 
-    def stored_tokens(self, request: Request) -> int:
-        """Return how many first tokens of a request are stored, without its last one, which is computed."""
+    def stored(self, request: Request) -> tuple[int, str]:
+        """Return how many first tokens of a request are stored, and on which node, if engines differ in that.
+
+        Without the last token, which is computed.
+        """
         layout = self.layout(request.model, request.adapter)
         if self._store is None or layout is None:
-            return 0
+            return 0, ""
         try:
-            found = self._store.lookup(self.prefix(layout, request.tokens[:-1]))
+            prefix = self.prefix(layout, request.tokens[:-1])
+            found = self._store.lookup(prefix)
+            node = self._store.node_of(prefix) if found else ""
         except Exception as exc:
             self._log("cannot look requests up", exc)
-            return 0
+            return 0, ""
         self._fails.discard("cannot look requests up")
-        return found
+        return found, node
 
     def _log(self, what: str, error: Exception) -> None:
         if what not in self._fails:

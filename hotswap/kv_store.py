@@ -245,6 +245,13 @@ class KVStore(AsyncContextManagerMixin, ABC):
     def view(self) -> KVStoreView:
         """Return the store as it is now; cheap."""
 
+    def node_of(self, prefix: KVPrefix) -> str:
+        """Return the node that has most of a prefix, as `InstanceView.node` names it; changes nothing.
+
+        "" if it is all the same to engines, as it is by default, or none of it is stored.
+        """
+        return ""
+
     def near(self, engine: Engine) -> KVStore:
         """Return the store as it is used for an engine: by default the store itself.
 

@@ -98,6 +98,7 @@ class Ticket:
         if self.seen is None:
             request, active = self.request, self.active
             last = active.hops[-1] if active is not None and active.hops else None
+            stored_tokens, stored_node = (0, "") if self.kv_lookup is None else self.kv_lookup.stored(request)
             self.seen = WaitingView(
                 id=request.id,
                 model=request.model,
@@ -109,7 +110,8 @@ class Ticket:
                 waiting_since_s=self.waiting_since_s,
                 num_evicted=0 if active is None else active.num_evicted,
                 num_stalls=0 if active is None else active.history.num_stalls,
-                stored_tokens=0 if self.kv_lookup is None else self.kv_lookup.stored_tokens(request),
+                stored_tokens=stored_tokens,
+                stored_node=stored_node,
                 last_instance=last.instance if last and last.first_index < len(request.generated) else None,
             )
         return self.seen

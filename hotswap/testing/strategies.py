@@ -229,6 +229,7 @@ def _waiting(models: Sequence[ModelId]) -> st.SearchStrategy[WaitingView]:
         num_tokens=st.integers(1, 100),
         num_generated=st.sampled_from([0, 0, 1]),
         stored_tokens=st.sampled_from([0, 0, 1]),
+        stored_node=st.sampled_from(["", "", "n0", "n1"]),
         last_instance=st.none() | st.sampled_from([InstanceId("e0"), InstanceId("e1")]),
         priority=st.integers(0, 2),
         arrived_s=st.floats(0, NOW_S),

@@ -206,6 +206,24 @@ def test_stored_tokens_are_copied_if_that_is_sooner() -> None:
     assert ROUTER.expected_s(asked, turned, replace(view, store=store)) == pytest.approx(1.2 + 0.1 + 0.009)
 
 
+@pytest.mark.parametrize("count", [3, 12], ids=["few", "many"])
+def test_of_instances_that_are_as_soon_one_on_the_node_of_the_blocks_is_chosen(count: int) -> None:
+    def routed(
+        node: str, *, copy_s: float = 1e-5, prefill: int = 0, near: InstanceView | None = None
+    ) -> str | None:
+        others = [replace(busy(f"e{at:02}"), node=f"n{at % 2}") for at in range(1, count)]
+        last = near or replace(busy("z", prefill=prefill), node="n9")
+        asked, view = returning(*others, last, stored=900, copy_s=copy_s)
+        return ROUTER.route(asked, replace(view, waiting=(replace(view.waiting[0], stored_node=node),)))
+
+    assert routed("") == routed("n7") == routed("n1") == "e01"
+    assert routed("n0") == "e02"
+    assert routed("n9") == "z"
+    assert routed("n9", prefill=1) == "e01", "it is later there"
+    assert routed("n9", copy_s=1.0) == "e01", "they are sooner computed"
+    assert routed("n9", near=replace(busy("z"), node="n9", draining=True)) == "e01"
+
+
 @given(routings(), st.integers(0, 200), st.sampled_from([0.0, 1e-5, 1.0]), st.floats(0, 200), st.booleans())
 def test_no_candidate_would_answer_a_returning_request_sooner(
     routing: tuple[Request, FleetView], stored: int, copy_s: float, left_s: float, has_tokens: bool
@@ -218,6 +236,7 @@ def test_no_candidate_would_answer_a_returning_request_sooner(
             model=asked.model,
             num_tokens=asked.num_tokens,
             stored_tokens=stored,
+            stored_node="" if last is None else view.instance(last).node,
             waiting_since_s=left_s,
             last_instance=last,
         )

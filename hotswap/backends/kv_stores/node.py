@@ -94,6 +94,9 @@ class NodeKVStore(KVStore):
             models=tuple(model for view in views for model in view.models),
         )
 
+    def node_of(self, prefix: KVPrefix) -> str:
+        return max(self._stores(), key=lambda store: store.lookup(prefix)).node_of(prefix)
+
     def near(self, engine: Engine) -> KVStore:
         return _Near(self, self._store_of(engine))
 
@@ -135,6 +138,9 @@ class _Near(KVStore):
     def view(self) -> KVStoreView:
         return self._store.view()
 
+    def node_of(self, prefix: KVPrefix) -> str:
+        return self._store.node_of(prefix)
+
 
 class HostMemoryStore(IndexedKVStore[Pages]):
     """Keeps KV blocks in memory of the host of one engine; the index is here, and the content there.
@@ -170,6 +176,9 @@ class HostMemoryStore(IndexedKVStore[Pages]):
 
     def lease(self, prefix: KVPrefix) -> KVLease:
         return super().lease(prefix if self._has_content() else KVPrefix(prefix.layout, ()))
+
+    def node_of(self, prefix: KVPrefix) -> str:
+        return self._engine.status().node
 
     def view(self) -> KVStoreView:
         view, node = super().view(), self._engine.status().node

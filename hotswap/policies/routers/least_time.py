@@ -42,7 +42,8 @@ class LeastTimeRouter(Router):
 
     `steps` is `tokens / step_tokens`, rounded up. So an adapter's holder is passed over when another replica
     saves more time than the adapter's load takes, a long prompt counts by its length, and no threshold is
-    needed. Ties go as in `LeastLoadedRouter`. Among more than eight replicas a tie goes to one whose engine
+    needed. Ties go to the node that has the request's KV blocks (`WaitingView.stored_node`), if they are to
+    be copied, else as in `LeastLoadedRouter`. Among more than eight replicas a tie goes to one whose engine
     has seen all its requests, if there is one, and sums that differ by less than a billionth may count as
     equal.
 
@@ -95,6 +96,8 @@ class LeastTimeRouter(Router):
         waiting = _waiting(request, fleet)
         num_computed, copy_s = self._resume(request, waiting, fleet)
         soonest = self._soonest(request, num_computed, fleet)
+        if soonest is not None and waiting is not None and num_computed < request.num_tokens:
+            soonest = self._nearest(request, num_computed, waiting, soonest, fleet)
         if soonest is None or waiting is None or (left := waiting.last_instance) is None:
             return soonest
         if left not in fleet.ids:
@@ -104,6 +107,25 @@ class LeastTimeRouter(Router):
             return soonest
         last_s = self._here_s(request, request.num_tokens - kept, last)
         return last if last_s <= self._here_s(request, num_computed, soonest) + copy_s else soonest
+
+    def _nearest(
+        self,
+        request: Request,
+        num_computed: int,
+        waiting: WaitingView,
+        soonest: InstanceView,
+        fleet: FleetView,
+    ) -> InstanceView:
+        """Of the instances that are as soon, one on the node that has the request's KV blocks."""
+        if waiting.stored_node in ("", soonest.node):
+            return soonest
+        least_s = self._here_s(request, num_computed, soonest)
+        near = [
+            i
+            for i in candidates(request, fleet)
+            if i.node == waiting.stored_node and self._here_s(request, num_computed, i) <= least_s
+        ]
+        return min(near, key=_load, default=soonest)
 
     def _soonest(self, request: Request, num_computed: int, fleet: FleetView) -> InstanceView | None:
         """The candidate that is soonest if each computes so many of the request's tokens."""

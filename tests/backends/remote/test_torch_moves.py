@@ -93,7 +93,7 @@ async def fleet_of_hosts(
                 port = await tasks.start(partial(serve_tcp, secret=SECRET), host.serve, "127.0.0.1")
                 host.peers = TcpPeers("127.0.0.1", port, secret=peer_secret)
                 links.append(Counted(port))
-                engines.append(RemoteEngine(name, links[-1].open))
+                engines.append(RemoteEngine(name, links[-1].open, node=f"node of {name}"))
             else:
                 engines.append(engine)
         fleet = await stack.enter_async_context(
@@ -189,6 +189,9 @@ async def test_blocks_stay_with_hosts_and_go_from_one_to_the_other(
                 await fleet.unload(other)
             record = await fleet.unload(was_on)
             if comes_back:
+                (waiting,) = fleet.view().waiting
+                assert waiting.stored_tokens >= len(PROMPT)
+                assert waiting.stored_node == f"node of {was_on}"
                 await fleet.swap(was_on, to=KIND)
             read += [token.id for token in await stream.collect()]
             passed = sum(link.num_bytes for link in links) - before
