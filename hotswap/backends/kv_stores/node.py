@@ -105,7 +105,7 @@ class NodeKVStore(KVStore):
         return max((near, *self._stores()), key=lambda store: store.lookup(prefix)).lease(prefix)
 
     def _stores(self) -> Iterator[KVStore]:
-        return iter((self._local, *self._hosts.values()))
+        return iter((self._local, *(store for store in self._hosts.values() if not store.is_over)))
 
     def _store_of(self, engine: Engine) -> KVStore:
         """Return the store for what an engine computes."""

@@ -87,6 +87,9 @@ class _Blocks:
         first_block: The first of them.
         num_tokens: Where the tokens of the last one end.
         has_states: Whether pages of states come last.
+
+    Raises:
+        ProtocolError: the memory has fewer pages.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class _Blocks:
         self._num_block_pages = whole_pages(layout.block_bytes) // PAGE_BYTES
         self._num_state_pages = whole_pages(layout.state_bytes) // PAGE_BYTES if has_states else 0
         self._num_pages = self._count * self._num_block_pages + self._num_state_pages
+        if self._num_pages > arena.num_pages:
+            raise ProtocolError(f"{self._num_pages:,} pages are lent of {arena.num_pages:,}")
         self._pages: Pages = np.empty(0, np.int64)
         self._lent: memoryview | None = None
 

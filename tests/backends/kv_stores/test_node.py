@@ -349,6 +349,7 @@ def lent(pages: Sequence[int], *, is_sink: bool, cut: int = 0, **wrong: object) 
         ((3, 4, 5), {"first_block": -1}),
         ((3, 4, 5), {"layout": {}}),
         ((3, 4, 5), {"first_block": 3}),
+        ((3, 4, 5), {"num_tokens": 1 << 60}),
     ],
 )
 def test_pages_that_are_not_there_or_too_many_break_the_link(pages: Sequence[int], wrong: Any) -> None:
