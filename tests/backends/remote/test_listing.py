@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,8 +13,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from hotswap import Fleet, Model, Sampling
-from hotswap.abc import CachedKV, KVLayout, KVPages, SupportsKVListing
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.abc import CachedKV, KVLayout, KVPages, KVStore, SupportsKVListing
+from hotswap.backends.kv_stores import HostKVStore, NodeKVStore
 from hotswap.backends.remote import EngineHost, RemoteEngine, listing
 from hotswap.backends.remote.listing import listed
 from hotswap.backends.remote.pages import PageLink
@@ -166,7 +166,10 @@ async def test_a_link_that_is_not_used_is_closed_and_the_next_read_opens_another
     assert len(closed) == 3, "with the engine"
 
 
-async def test_a_chat_finds_its_history_after_its_model_was_away() -> None:
+@pytest.mark.parametrize("make_kv_store", [HostKVStore, NodeKVStore])
+async def test_a_chat_finds_its_history_after_its_model_was_away(
+    make_kv_store: Callable[[str], KVStore],
+) -> None:
     """From the second turn on at most one block of it is computed again."""
     store = DictStore()
     store.add("a", make_model("llama"))
@@ -180,7 +183,7 @@ async def test_a_chat_finds_its_history_after_its_model_was_away() -> None:
             models=[Model("a"), Model("b")],
             router=LeastLoadedRouter(),
             scheduler=Idle(),
-            kv_store=HostKVStore("64 MiB"),
+            kv_store=make_kv_store("64 MiB"),
         ) as fleet:
             await chat(fleet)
         tasks.cancel_scope.cancel()
