@@ -122,6 +122,13 @@ NONSENSE: dict[str, object] = {
     "a number used twice": [1, ["unload", 1, {}, 0], ["unload", 1, {}, 0]],
     "a deadline that is none": [1, ["evict", 1, {"deadline_s": "soon"}, 0]],
     "blocks without a move": [1, ["push", 1, {"key": 3}, 0]],
+    "memory without a name": [1, ["open_memory", 1, {"capacity_bytes": 4096}, 0]],
+    "memory of no size": [1, ["open_memory", 1, {"memory": "m", "capacity_bytes": -1}, 0]],
+    "pages of memory without a format": [
+        1,
+        ["open_memory", 1, {"memory": "m", "capacity_bytes": 4096}, 0],
+        ["lend_memory", 2, {"memory": "m", "layout": {}}, 0],
+    ],
     "a deep list": "[" * 20_000 + "]" * 20_000,
     "many lists": [1, ["cancel", 1, {"a": [[]] * 40_000}, 0]],
 }
