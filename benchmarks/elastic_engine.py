@@ -1,16 +1,23 @@
 """Two engines on a CPU that share memory while load moves between them, beside a fixed half each.
 
-    python -m benchmarks elastic_engine                      one round at one rate
-    python -m benchmarks elastic_engine --full --json FILE   three rounds at two rates
+    python -m benchmarks elastic_engine                      one round
+    python -m benchmarks elastic_engine --full --json FILE   three rounds, without load on the other and with
 
-Two `TorchEngine`s of one process, a thread each, serve a small model each. Load is on one of them, then on
-the other, in four turns. Fixed: each engine has KV blocks for four requests. Lent: under one `DeviceBudget`
-of the same size, each keeping the blocks of one request, they lend each other free blocks. Planned:
+Two `TorchEngine`s of one process, a thread each, serve a small model each, in bfloat16 and with four heads
+to a key-value head. Load is on one of them, then on the other, in four turns; the other one has no load in
+the meantime, or little. Fixed: each engine has KV blocks for four requests. Lent: under one `DeviceBudget` of
+the same size, each keeping the blocks of one request, they lend each other free blocks. Planned:
 `ElasticMemory` moves more where queues lack blocks. The three take turns, each with the same requests.
 
 Every round measures first what a fixed half can do: requests a second, and the seconds of a request and of a
-token while it is full. Rates are multiples of the first. A request is on time with its first token within
-half of the seconds of a request, and with its others within three times those of a token in the mean.
+token while it is full and the other engine idle. The rate of the busy one is a multiple of the first. A
+request is on time with its first token within half of the seconds of a request, and with its others within
+three times those of a token in the mean.
+
+It then measures the requests a second of an engine that has borrowed all it can. Memory makes batches larger,
+and gains as much as tokens of a larger batch cost less, which is little on a CPU. Below what a half can do
+there is little to gain, above what all the memory can do all are late, so the rate is between. Two engines of
+one process slow each other: each round also measures a full half beside one request at a time on the other.
 
 Memory is sampled fifty times a second: what the leases hold, the pages of KV blocks that are resident,
 and the resident memory of the process, less what it was before the models were loaded.
@@ -28,6 +35,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,8 +69,6 @@ SYSTEMS: dict[str, Scheduler] = {
 }
 # A request is on time within this part of a request's seconds, and so many times the seconds of a token.
 _FIRST_PART, _TOKEN_TIMES = 0.5, 3.0
-# Of the two engines' rates, in turns.
-_BUSY, _IDLE = 1.0, 0.05
 _FIGURES = ("on_time", "num_late_firsts", "num_late_tokens", "num_failed")
 _PEAKS = ("peak_held_bytes", "peak_kv_bytes", "peak_growth_bytes")
 
@@ -72,7 +78,8 @@ class Settings:
     """What to measure.
 
     Attributes:
-        rates: Requests a second of the busy engine, over what a fixed half can do.
+        rate: Requests a second of the busy engine, over what a fixed half can do.
+        idles: Requests a second of the other engine, over those of the busy one.
         prompts: The least and the most tokens of a prompt.
         answers: The least and the most tokens of an answer.
         at_once: The longest requests that a fixed half has room for.
@@ -83,14 +90,15 @@ class Settings:
         repeats: Rounds.
     """
 
-    rates: tuple[float, ...] = (1.0,)
+    rate: float = 1.2
+    idles: tuple[float, ...] = (0.0,)
     prompts: tuple[int, int] = (48, 80)
     answers: tuple[int, int] = (128, 192)
     at_once: int = 4
     hidden: int = 512
     layers: int = 4
     parts: int = 4
-    part_requests: float = 5.0
+    part_requests: float = 8.0
     repeats: int = 1
 
     @property
@@ -99,9 +107,14 @@ class Settings:
         return -(-(self.prompts[1] + self.answers[1]) // _BLOCK_TOKENS) + 1
 
     @property
+    def kv_heads(self) -> int:
+        """The key-value heads of the models, one for four heads of 64."""
+        return max(1, self.hidden // 256)
+
+    @property
     def block_bytes(self) -> int:
-        """The size of a KV block: keys and values of two heads of 64 for each 128 of width, in fp32."""
-        return 2 * 4 * self.hidden * self.layers * _BLOCK_TOKENS
+        """The size of a KV block: keys and values in bfloat16."""
+        return 2 * 2 * 64 * self.kv_heads * self.layers * _BLOCK_TOKENS
 
     @property
     def half_blocks(self) -> int:
@@ -109,7 +122,7 @@ class Settings:
         return self.at_once * self.request_blocks
 
 
-FULL = Settings(rates=(0.8, 1.0), repeats=3)
+FULL = Settings(idles=(0.0, 0.05), repeats=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +153,19 @@ class _Models:
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """What a fixed half can do while it is full."""
+    """What a fixed half can do while it is full.
+
+    Attributes:
+        rate_per_s: Requests a second.
+        lent_rate_per_s: The same with all that the engine can borrow.
+        beside_rate_per_s: The same of a half, beside one request at a time on the other engine.
+        request_s: From the first token to the last.
+        token_s: Of a token.
+    """
 
     rate_per_s: float
+    lent_rate_per_s: float
+    beside_rate_per_s: float
     request_s: float
     token_s: float
 
@@ -258,27 +281,49 @@ def _prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 async def _calibrate(models: _Models) -> _Half:
-    """Return what a fixed half can do, by three times as many requests at once as it has room for."""
+    """Return what an engine can do that is full, with a fixed half and with what it can borrow."""
+    rate_per_s, served = await _fill(models, "fixed")
+    lent_rate_per_s, _ = await _fill(models, "lent")
+    beside_rate_per_s, _ = await _fill(models, "fixed", beside=True)
+    # Blocks come as answers grow, so more run at once than the longest requests that there is room for.
+    request_s = statistics.median(each.came_s[-1] - each.first_s for each in served)
+    token_s = statistics.median(each.token_s for each in served)
+    return _Half(rate_per_s, lent_rate_per_s, beside_rate_per_s, request_s, token_s)
+
+
+async def _fill(models: _Models, system: str, *, beside: bool = False) -> tuple[float, list[_Served]]:
+    """Send one engine six times as many requests at once as a half has room for; return its rate.
+
+    With `beside` the other engine has one request at a time meanwhile.
+    """
     settings = models.settings
     (least, most), (fewest, longest) = settings.prompts, settings.answers
-    served = [_Served((fewest + longest) // 2) for _ in range(3 * settings.at_once)]
-    engines = _engines(models, "fixed", DeviceBudget(models.budget_bytes))
-    async with _fleet(models, engines, "fixed") as fleet:
+    prompt, answer = (least + most) // 2, (fewest + longest) // 2
+    served = [_Served(answer) for _ in range(6 * settings.at_once)]
+    engines = _engines(models, system, DeviceBudget(models.budget_bytes))
+    async with _fleet(models, engines, system) as fleet:
         await _serving(fleet)
-        began_s = anyio.current_time()
-        async with anyio.create_task_group() as clients:
-            for number, each in enumerate(served):
-                clients.start_soon(_ask, fleet, "a", _prompt(number, (least + most) // 2), each)
-        seconds = anyio.current_time() - began_s
-    rate_per_s = len(served) / seconds
-    token_s = statistics.median(each.token_s for each in served)
-    return _Half(rate_per_s, settings.at_once / rate_per_s, token_s)
+
+        async def ask_other() -> None:
+            for number in count(len(served)):
+                await _ask(fleet, "b", _prompt(number, prompt), _Served(answer))
+
+        async with anyio.create_task_group() as others:
+            if beside:
+                others.start_soon(ask_other)
+            began_s = anyio.current_time()
+            async with anyio.create_task_group() as clients:
+                for number, each in enumerate(served):
+                    clients.start_soon(_ask, fleet, "a", _prompt(number, prompt), each)
+            seconds = anyio.current_time() - began_s
+            others.cancel_scope.cancel()
+    return len(served) / seconds, served
 
 
-def _trace(settings: Settings, seed: int, rate: float, half: _Half) -> Trace:
+def _trace(settings: Settings, seed: int, idle: float, half: _Half) -> Trace:
     """Return the requests for both models, whose load takes turns."""
-    turns = (_BUSY, _IDLE) * (settings.parts // 2)
-    rate_per_s = rate * half.rate_per_s
+    turns = (1.0, idle) * (settings.parts // 2)
+    rate_per_s = settings.rate * half.rate_per_s
     return generate_each(
         seed,
         {
@@ -341,7 +386,7 @@ def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
         "versions": versions("torch", "transformers"),
     }
     found: dict[str, dict[str, list[dict[str, float]]]] = {
-        f"{rate:g}": {system: [] for system in SYSTEMS} for rate in settings.rates
+        f"{idle:g}": {system: [] for system in SYSTEMS} for idle in settings.idles
     }
     halves: list[dict[str, float]] = []
     with workspace("elastic_engine", directory) as root:
@@ -353,40 +398,44 @@ def measure(settings: Settings, directory: Path = WORK) -> dict[str, Any]:
                 layers=settings.layers,
                 name=name,
                 seed=seed,
-                kv_heads=settings.hidden // 64,
+                kv_heads=settings.kv_heads,
+                dtype="bfloat16",
                 vocabulary=_VOCABULARY,
             )
         models = anyio.run(_Models.of, root, settings)
         report["budget_bytes"] = models.budget_bytes
         for repeat in range(settings.repeats):
-            for rate in settings.rates:
+            for idle in settings.idles:
                 half = anyio.run(_calibrate, models)
                 halves.append(asdict(half))
-                trace = _trace(settings, repeat + 1, rate, half)
+                trace = _trace(settings, repeat + 1, idle, half)
                 for system in list(rounds(list(SYSTEMS), repeat + 1))[-len(SYSTEMS) :]:
                     figures = anyio.run(_play, models, system, trace, half)
-                    found[f"{rate:g}"][system].append(figures)
-                    print(f"{rate:g} {system}: {figures}, {half}", file=sys.stderr)
+                    found[f"{idle:g}"][system].append(figures)
+                    print(f"{idle:g} {system}: {figures}, {half}", file=sys.stderr)
     report["halves"] = columns(halves)
-    report["by_rate"] = {
-        rate: {system: columns(runs) for system, runs in systems.items()} for rate, systems in found.items()
+    for name in ("lent", "beside"):
+        ratios = [half[f"{name}_rate_per_s"] / half["rate_per_s"] for half in halves]
+        report[f"{name}_over_half"] = ratios
+    report["by_idle"] = {
+        idle: {system: columns(runs) for system, runs in systems.items()} for idle, systems in found.items()
     }
     report["over_fixed"] = {
-        rate: {
+        idle: {
             system: [
                 run["on_time"] / max(fixed["on_time"], 1e-9)
                 for run, fixed in zip(systems[system], systems["fixed"], strict=True)
             ]
             for system in ("lent", "planned")
         }
-        for rate, systems in found.items()
+        for idle, systems in found.items()
     }
     return report
 
 
 def _is_right(report: dict[str, Any]) -> bool:
     """Whether no request failed, and nothing was over the budget."""
-    runs = [of for systems in report["by_rate"].values() for of in systems.values()]
+    runs = [of for systems in report["by_idle"].values() for of in systems.values()]
     peaks = [peak for of in runs for name in _PEAKS[:2] for peak in of[name]]
     return not any(sum(of["num_failed"]) for of in runs) and max(peaks) <= report["budget_bytes"]
 
@@ -394,27 +443,32 @@ def _is_right(report: dict[str, Any]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, write the report."""
     logging.getLogger("hotswap").setLevel(logging.ERROR)
-    options = parser_of("elastic_engine", __doc__, full="three rounds at two rates").parse_args(arguments)
+    options = parser_of(
+        "elastic_engine", __doc__, full="three rounds, without load on the other and with"
+    ).parse_args(arguments)
     report = measure(FULL if options.full else Settings())
     runs = [
-        (rate, system, of) for rate, systems in report["by_rate"].items() for system, of in systems.items()
+        (idle, system, of) for idle, systems in report["by_idle"].items() for system, of in systems.items()
     ]
     show(
         "requests on time",
-        ["rate", "memory", "on time", "late first tokens", "late tokens", "failed"],
-        [[rate, system, *(Summary.of(of[name]).format(2) for name in _FIGURES)] for rate, system, of in runs],
+        ["other's load", "memory", "on time", "late first tokens", "late tokens", "failed"],
+        [[idle, system, *(Summary.of(of[name]).format(2) for name in _FIGURES)] for idle, system, of in runs],
     )
     show(
         f"most memory seen, MiB, of a budget of {report['budget_bytes'] / (1 << 20):.1f}",
-        ["rate", "memory", "held", "KV blocks resident", "process grew by"],
+        ["other's load", "memory", "held", "KV blocks resident", "process grew by"],
         [
-            [rate, system, *(f"{max(of[name]) / (1 << 20):.1f}" for name in _PEAKS)]
-            for rate, system, of in runs
+            [idle, system, *(f"{max(of[name]) / (1 << 20):.1f}" for name in _PEAKS)]
+            for idle, system, of in runs
         ],
     )
-    for rate, systems in report["over_fixed"].items():
+    for what, name in (("with all that an engine can borrow", "lent"), ("beside one on the other", "beside")):
+        ratio = Summary.of(report[f"{name}_over_half"]).format(2)
+        print(f"requests a second {what}, over a fixed half: {ratio}")
+    for idle, systems in report["over_fixed"].items():
         for system, ratios in systems.items():
-            print(f"{rate} times what a half can do: {system} over fixed {Summary.of(ratios).format(2)}")
+            print(f"the other's load {idle}: {system} over fixed {Summary.of(ratios).format(2)}")
     save(report, options.json)
     return int(not _is_right(report))
 
