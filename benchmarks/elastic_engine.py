@@ -300,6 +300,7 @@ async def _fill(models: _Models, system: str, *, beside: bool = False) -> tuple[
     (least, most), (fewest, longest) = settings.prompts, settings.answers
     prompt, answer = (least + most) // 2, (fewest + longest) // 2
     served = [_Served(answer) for _ in range(6 * settings.at_once)]
+    seconds = float("inf")
     engines = _engines(models, system, DeviceBudget(models.budget_bytes))
     async with _fleet(models, engines, system) as fleet:
         await _serving(fleet)
