@@ -144,7 +144,7 @@ class EngineHost:
         try:
             because = await session.run()
             if not because:
-                self._verbs.kv_memory = None  # it has no controller that could come back for it
+                self._verbs.drop_memory()  # it has no controller that could come back for it
             return because
         finally:
             if self._session is session:
@@ -162,6 +162,8 @@ class EngineHost:
                 await self._session.supersede(
                     ControllerSuperseded(f"Engine {self.engine.id!r} was taken over by another controller.")
                 )
+            if epoch > self._epoch:  # else it is the same one, which has come back
+                self._verbs.drop_memory()
             self._epoch = epoch
             self._session = session = Session(self._verbs, channel, inbox, self._max_tokens, heard_within_s)
             return session

@@ -49,11 +49,10 @@ class KVMemory:
             ) from exc
         self._ahead_bytes = min(capacity_bytes // _AHEAD_PART, _MOST_AHEAD_BYTES)
 
-    async def take_ahead(self) -> None:
-        """Have the system give the first pages before they are written to, as far as it does that."""
-        while pages := self._arena.lacking(self._ahead_bytes):
-            if not await in_thread(partial(self._arena.populate, pages)):
-                return
+    async def take_ahead(self) -> bool:
+        """Have the system give some of the first pages before they are written to; false if it gives none."""
+        pages = self._arena.lacking(self._ahead_bytes)
+        return bool(pages) and await in_thread(partial(self._arena.populate, pages))
 
     def lend(self, fields: Fields, payload: bytes) -> MemorySink | MemorySource:
         """Return pages as the end of a move that a message describes; `add` takes those to come.
@@ -89,7 +88,7 @@ class _Blocks:
         has_states: Whether pages of states come last.
 
     Raises:
-        ProtocolError: the memory has fewer pages.
+        ProtocolError: they are larger than the memory.
     """
 
     def __init__(
@@ -99,10 +98,12 @@ class _Blocks:
         self._arena, self._first = arena, first_block
         self._count = max(0, -(-num_tokens // layout.block_tokens) - first_block)
         self._num_block_pages = whole_pages(layout.block_bytes) // PAGE_BYTES
-        self._num_state_pages = whole_pages(layout.state_bytes) // PAGE_BYTES if has_states else 0
+        num_state_pages = whole_pages(layout.state_bytes) // PAGE_BYTES
+        self._num_state_pages = num_state_pages if has_states else 0
         self._num_pages = self._count * self._num_block_pages + self._num_state_pages
-        if self._num_pages > arena.num_pages:
-            raise ProtocolError(f"{self._num_pages:,} pages are lent of {arena.num_pages:,}")
+        # What is received in parts, or named in several messages, is as large.
+        if max(self._num_pages, self._num_block_pages, num_state_pages) > arena.num_pages:
+            raise ProtocolError(f"{self._count:,} blocks are larger than memory of {arena.num_pages:,} pages")
         self._pages: Pages = np.empty(0, np.int64)
         self._lent: memoryview | None = None
 
@@ -162,7 +163,8 @@ class _Blocks:
         count, skipped = -(-num_tokens // self.layout.block_tokens), first_block - self._first
         if skipped < 0 or skipped + count > self._count:
             raise _refused(f"{count:,} blocks from {first_block:,} on are not lent")
-        each = self._num_block_pages
+        if not (each := self._num_block_pages):  # of states alone
+            return []
         pages = self._pages[skipped * each : (skipped + count) * each]
         if len(pages) < count * each:
             raise _refused("the pages of blocks were not named")

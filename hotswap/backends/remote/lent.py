@@ -97,6 +97,12 @@ class Lent:
             lent.left.set()
             await lent.ended.wait()
 
+    def leave_memory(self) -> None:
+        """Leave all ends in memory of the host."""
+        for lent in self._by_key.values():
+            if isinstance(lent.end, InMemory):
+                lent.left.set()
+
     def get(self, key: str) -> LentEnd | None:
         """Return an end by its key; `None` if it is not lent any more."""
         return self._by_key.get(key)

@@ -160,11 +160,16 @@ class Verbs:
         id, capacity_bytes = _text(fields, "memory"), _size(fields, "capacity_bytes")
         is_kept = self.kv_memory is not None and self.kv_memory.id == id
         if not is_kept:
-            self.kv_memory = None  # before there is more
+            self.drop_memory()  # before there is more
             self.kv_memory = KVMemory(id, capacity_bytes)
         call.answer(is_kept=is_kept)
-        if self.kv_memory is not None:
-            await self.kv_memory.take_ahead()
+        while (memory := self.kv_memory) is not None and memory.id == id and await memory.take_ahead():
+            pass
+
+    def drop_memory(self) -> None:
+        """Have no memory for KV blocks any more, once nothing of it is being copied."""
+        self.kv_memory = None
+        self.lent.leave_memory()
 
     @asynccontextmanager
     async def _memory_end(self, fields: Fields, payload: bytes) -> AsyncGenerator[KVSource | KVSink]:

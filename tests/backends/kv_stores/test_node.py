@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -187,6 +189,46 @@ async def test_a_host_gives_the_memory_back_when_the_engine_is_left() -> None:
         tasks.cancel_scope.cancel()
 
 
+async def test_another_controller_has_the_memory_given_back_though_it_has_no_store() -> None:
+    async with hosts() as made:
+        await SUITE.save(made.store.near(made.engines[0]), SUITE.prefix(18))
+        assert made.memory() is not None
+        async with RemoteEngine("e0", made.links[0].open):
+            assert made.memory() is None
+
+
+async def test_memory_that_makes_way_for_other_memory_is_not_held_by_loans() -> None:
+    """Nor taken ahead any more; else a host would have memory for each name that it was told."""
+    async with hosts() as made:
+        engine: Any = made.engines[0]
+        arenas = list[weakref.ref[Arena]]()
+        async with anyio.create_task_group() as tasks:
+
+            async def hold(name: str) -> None:
+                async with engine.lend_memory(
+                    name,
+                    LAYOUT,
+                    memoryview(b""),
+                    is_sink=True,
+                    first_block=0,
+                    num_tokens=0,
+                    has_states=False,
+                ):
+                    await anyio.sleep_forever()
+
+            for number in range(4):
+                assert not await engine.open_memory(f"m{number}", 4 * BLOCK)
+                memory = made.memory()
+                assert memory is not None
+                arenas.append(weakref.ref(memory._arena))
+                del memory
+                tasks.start_soon(hold, f"m{number}")
+                await until(lambda: len(made.links[0].host._verbs.lent._by_key) == 1)
+            gc.collect()
+            await until(lambda: [arena() is None for arena in arenas] == [True, True, True, False])
+            tasks.cancel_scope.cancel()
+
+
 async def test_a_host_without_so_much_memory_is_asked_once_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +374,7 @@ async def test_a_host_that_does_not_say_that_it_copies_nothing_more_gets_new_mem
 def lent(pages: Sequence[int], *, is_sink: bool, cut: int = 0, **wrong: object) -> MemorySink | MemorySource:
     """What memory of ten pages lends for blocks 2 and 3, of a page each, and states of a page."""
     layout = wire.layout_fields(LAYOUT) | {"block_bytes": 4000, "state_bytes": 100}
+    layout |= {name: wrong.pop(name) for name in ("block_bytes", "state_bytes") if name in wrong}
     told = {"first_block": 2, "num_tokens": 15, "has_states": True, "is_sink": is_sink, "layout": layout}
     fields = Fields(json.loads(wire.encoded(told | wrong)), "a message")
     payload = bytes(wire.pack_tokens(pages))
@@ -349,7 +392,9 @@ def lent(pages: Sequence[int], *, is_sink: bool, cut: int = 0, **wrong: object) 
         ((3, 4, 5), {"first_block": -1}),
         ((3, 4, 5), {"layout": {}}),
         ((3, 4, 5), {"first_block": 3}),
-        ((3, 4, 5), {"num_tokens": 1 << 60}),
+        ((3, 4, 5), {"num_tokens": 1 << 61}),
+        ((), {"first_block": 9, "block_bytes": 1 << 60}),
+        ((), {"has_states": False, "state_bytes": 1 << 60}),
     ],
 )
 def test_pages_that_are_not_there_or_too_many_break_the_link(pages: Sequence[int], wrong: Any) -> None:
@@ -373,6 +418,13 @@ async def test_pages_are_written_and_read_where_they_were_named() -> None:
     assert (await source.read(2, 7)).data == data
     assert (await source.read(3, 3)).data == data[4000:]
     assert (await source.read(2, 4)).data == data[:4000]
+
+
+async def test_blocks_without_bytes_take_no_memory_however_many_they_are() -> None:
+    memory = lent((5,), is_sink=True, block_bytes=0, first_block=0, num_tokens=1 << 61)
+    await _fill(memory, 0, 1 << 61, memoryview(bytearray(b"s" * 100)))
+    assert (await MemorySource(memory.blocks).read(0, 1 << 61)).data == b"s" * 100
+    assert not (await MemorySource(memory.blocks).read(0, 1 << 60)).data
 
 
 @pytest.mark.parametrize(
