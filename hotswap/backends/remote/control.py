@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakSet
 
 import anyio
 from anyio.lowlevel import checkpoint, current_token
@@ -69,12 +70,14 @@ class ControlLink:
         loop: The event loop, for calls from threads.
         verdicts: What the host said of models that were asked about; `None` if it takes one, or has not said.
         kv_limits: How many tokens of a request it said that its KV blocks hold; `None` if it has not said.
+        unreached: Links to hosts to which this one could send no KV blocks.
         lost: Why the link has ended; "" while it works.
         ended: Set when it has.
     """
 
     def __init__(self, channel: Channel, status: RemoteStatus, silence_s: float) -> None:
         self.abilities: frozenset[str] = frozenset()
+        self.unreached = WeakSet[ControlLink]()
         self.lost = ""
         self.ended = anyio.Event()
         self.loop = current_token()

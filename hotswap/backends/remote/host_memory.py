@@ -23,7 +23,7 @@ class LentMemory:
     """
 
     def __init__(self, end: End) -> None:
-        self.sink, self.source, self._end = RemoteSink(end), RemoteSource(end), end
+        self.sink, self.source, self._end = RemoteSink(end), RemoteSource(end, is_stored=True), end
 
     @property
     def is_in_use(self) -> bool:

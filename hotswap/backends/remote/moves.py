@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -12,11 +13,14 @@ from hotswap.backends.remote.control import Answer, ControlLink
 from hotswap.backends.remote.linked import LinkedEngine
 from hotswap.backends.remote.pages import PageLink
 from hotswap.backends.transports import wire
+from hotswap.backends.transports.link_errors import reason_in
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.migration import KVPages, KVSink, KVSource, Stopped
 from hotswap.request import Request, RequestId
 
 __all__ = ["End", "Migrates", "RemoteSink", "RemoteSource", "push"]
+
+log = logging.getLogger("hotswap")
 
 _LEAVE_S = 10.0
 
@@ -70,6 +74,16 @@ class End:
         """Write blocks to a sink."""
         await self.link.unless_lost(self._write(pages))
 
+    def cannot_reach(self, other: End, because: str) -> None:
+        """Note that its host does not, for as long as both links last."""
+        self.link.unreached.add(other.link)
+        log.warning(
+            "The host of %r does not reach that of %r: %s. Stored KV blocks go through this process.",
+            self._engine.id,
+            other._engine.id,
+            because,
+        )
+
     async def _read(self, first_block: int, num_tokens: int) -> KVPages:
         return await (await self._page_link()).read(first_block, num_tokens)
 
@@ -88,10 +102,16 @@ class End:
 
 
 class RemoteSource(KVSource):
-    """The source of a move at the host of a remote engine."""
+    """The source of a move at the host of a remote engine.
 
-    def __init__(self, end: End) -> None:
-        self.layout, self._end = end.layout, end
+    Args:
+        end: What the host has lent.
+        is_stored: Whether its blocks are stored ones: they go through this process if their host turns out
+            not to reach the sink's. A move ends then, for the request can go on as tokens.
+    """
+
+    def __init__(self, end: End, *, is_stored: bool = False) -> None:
+        self.layout, self._end, self._is_stored = end.layout, end, is_stored
         self._sent_to: KVSink | None = None
         self._sent_from = self._sent_bytes = 0
 
@@ -111,7 +131,12 @@ class RemoteSource(KVSource):
             return num_bytes
         link = self._end.link
         if isinstance(sink, RemoteSink) and (sink.end.link is link or self._reached(sink) is not None):
-            return await push(link, self._end.key, sink, first_block, num_tokens)
+            try:
+                return await push(link, self._end.key, sink, first_block, num_tokens)
+            except MigrationAborted as exc:
+                if sink.end.link is link or exc.stage != "link" or not self._is_stored:
+                    raise
+                self._end.cannot_reach(sink.end, reason_in(exc))
         return await super().copy_to(sink, first_block, num_tokens)
 
     async def stop(self) -> Stopped:
@@ -136,9 +161,9 @@ class RemoteSource(KVSource):
 
     def _reached(self, sink: KVSink) -> End | None:
         """Return a sink's end if the source's host reaches the sink's."""
-        if isinstance(sink, RemoteSink) and self._end.address and sink.end.address:
-            return sink.end
-        return None
+        if not (isinstance(sink, RemoteSink) and self._end.address and sink.end.address):
+            return None
+        return None if sink.end.link in self._end.link.unreached and self._is_stored else sink.end
 
 
 def _stopped(end: End, answer: Answer) -> Stopped:

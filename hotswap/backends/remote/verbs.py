@@ -17,7 +17,7 @@ from hotswap.backends.remote.peers import PeerLinks
 from hotswap.backends.remote.telling import HostOutbox
 from hotswap.backends.remote.values import adapter_of, card_of, tokens_in
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.backends.transports.link_errors import ProtocolError, no_link
 from hotswap.engine import (
     Engine,
     SupportsAdapters,
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from hotswap.backends.remote.kv_memory import KVMemory
 
 __all__ = ["Call", "Verbs"]
+
+# For a link to another host: well under the time that a restore may take, which then goes another way.
+_CONNECT_S = 3.0
 
 
 class Call:
@@ -269,7 +272,12 @@ class Verbs:
         if self.peers is None:
             raise MigrationAborted("The source's host reaches no other hosts.", stage="copy")
         if lent.peer is None or lent.peer.is_closed:
-            lent.peer = PageLink(await self.peers.connect(to), self.lent.source(key).layout)
+            try:
+                with anyio.fail_after(_CONNECT_S):
+                    channel = await self.peers.connect(to)
+            except TimeoutError as exc:
+                raise no_link(to, f"it gave none within {_CONNECT_S:g} s") from exc
+            lent.peer = PageLink(channel, self.lent.source(key).layout)
             await lent.peer.open(sink)
         return lent.peer
 

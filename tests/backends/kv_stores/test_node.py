@@ -11,19 +11,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
-from hotswap.abc import CachedKV, KVPages, KVPrefix, KVStore, WrapperEngine
+from hotswap.abc import CachedKV, Channel, KVPages, KVPrefix, KVStore, WrapperEngine
 from hotswap.backends.fields import Fields
 from hotswap.backends.kv_stores import HostKVStore, NodeKVStore
 from hotswap.backends.kv_stores.arena import Arena
-from hotswap.backends.kv_stores.pages import PAGE_BYTES
+from hotswap.backends.kv_stores.pages import PAGE_BYTES, packed_pages, whole_pages
 from hotswap.backends.remote import EngineHost, RemoteEngine, host_memory, moves
 from hotswap.backends.remote.kv_memory import KVMemory, MemorySink, MemorySource
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.transports import wire
-from hotswap.backends.transports.link_errors import ProtocolError
+from hotswap.backends.transports.link_errors import ProtocolError, no_link
 from hotswap.errors import HotswapError, InstanceLost, MigrationAborted, TierFull
 from hotswap.testing.conformance import KVStoreConformance
 from hotswap.testing.conformance.kv_store_suite import LAYOUT
@@ -299,6 +300,43 @@ async def test_what_an_engine_kept_is_copied_at_its_host(monkeypatch: pytest.Mon
                 assert await copy(2, 10) == 3 * BLOCK
         assert len(made.links[0].opened) == 1, "a link for blocks was opened"
         await SUITE.assert_content(near, prefix)
+
+
+class Unreached:
+    """Has a host that others do not reach."""
+
+    def __init__(self, number: int) -> None:
+        self.address, self.num_tried = f"n{number}", 0
+
+    async def connect(self, address: str) -> Channel:
+        self.num_tried += 1
+        await checkpoint()
+        raise no_link(address, "it has another secret")
+
+
+async def test_blocks_go_through_the_fleet_where_hosts_that_should_reach_each_other_do_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefix = SUITE.prefix(18)
+    async with hosts(2) as made:
+        peers = [Unreached(number) for number in range(2)]
+        for links, each in zip(made.links, peers, strict=True):
+            links.host.peers = each
+        await SUITE.save(made.store.near(made.engines[0]), prefix)
+        far: Any = made.engines[1]
+        await far.open_memory("m", 16 * BLOCK)
+        pages = packed_pages([np.arange(5 * whole_pages(BLOCK) // PAGE_BYTES)])
+        where: dict[str, Any] = {"first_block": 0, "num_tokens": 18, "has_states": False}
+        for _ in range(2):
+            async with far.lend_memory("m", LAYOUT, pages, is_sink=True, **where) as lent:
+                with made.store.lease(prefix) as lease:
+                    async with lease.copying_to(lent.sink) as copy:
+                        assert await copy(0, 8) == 2 * BLOCK
+                        assert await copy(2, 10) == 3 * BLOCK
+        async with far.lend_memory("m", LAYOUT, pages, is_sink=False, **where) as lent:
+            assert (await lent.source.read(0, 18)).data == SUITE.pages(prefix, 0, 18).data
+        assert [each.num_tried for each in peers] == [1, 0]
+        assert caplog.text.count("another secret") == 1
 
 
 # ---------------------------------------------------------------------- copies that do not end
