@@ -27,7 +27,7 @@ from hotswap.backends.torch.runner import Runner
 from hotswap.backends.torch.settings import Settings
 from hotswap.backends.torch.worker import Worker
 from hotswap.checks import check_counts
-from hotswap.errors import ConfigError, InstanceError, RequestEvicted
+from hotswap.errors import ConfigError, InstanceError, OutOfMemory, RequestEvicted
 from hotswap.model import ModelCard
 from hotswap.request import ModelId, Request
 from hotswap.store import WeightStore
@@ -185,8 +185,8 @@ class Models:
             return await checkpoint()
         self.life.require(InstanceState.SERVING, "preload")
         assert worker is not None, "the engine serves"
-        if not self._loader.can_preload:
-            raise InstanceError(
+        if not self._loader.can_preload:  # of which the controller of a host cannot know
+            raise OutOfMemory(
                 f"Engine {self._engine!r} has several ranks, which load one model at a time; unload it first."
             )
         if self._is_staging:

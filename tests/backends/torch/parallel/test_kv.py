@@ -11,14 +11,15 @@ import anyio
 import pytest
 
 from hotswap import Fleet, FleetStream, InstanceId, InstanceState, Model, Request, Sampling
-from hotswap.abc import FleetView, KVStore, Router
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.abc import Engine, FleetView, KVStore, Router
+from hotswap.backends.kv_stores import HostKVStore, NodeKVStore
+from hotswap.backends.remote import EngineHost, RemoteEngine
 from hotswap.backends.stores import NvmeStore
-from hotswap.backends.torch import TorchEngine
 from hotswap.backends.torch.parallel.messages import Done
 from hotswap.backends.torch.parallel.processes import Ranks
 from hotswap.errors import SwapFailed
 from hotswap.policies import LeastLoadedRouter
+from tests.backends.remote.support import MemoryLinks
 from tests.backends.torch.hybrids import HYBRIDS, make_hybrid
 from tests.backends.torch.parallel.support import add, make_engine, make_prompts
 from tests.backends.torch.zoo import generate, make_model
@@ -40,7 +41,7 @@ class ToFirst(Router):
 class Clients:
     """Streams of model "a" from one engine, until two tokens have come after each has come back."""
 
-    def __init__(self, engine: TorchEngine, store: Any, kv_store: KVStore) -> None:
+    def __init__(self, engine: Engine, store: Any, kv_store: KVStore) -> None:
         self.fleet = Fleet(
             engines=[engine],
             store=store,
@@ -49,7 +50,6 @@ class Clients:
             scheduler=Idle(),
             kv_store=kv_store,
         )
-        self.engine = engine
         self.received: list[list[int]] = [[] for _ in PROMPTS]
         self.streams: dict[int, FleetStream] = {}
 
@@ -97,6 +97,24 @@ async def test_requests_come_back_with_the_blocks_and_states_of_all_ranks(
         got, (_, back) = clients.received[at], clients.streams[at].hops
         assert got == generate(model, prompt, len(got))
         assert len(prompt) + back.first_index - back.restored_tokens <= 1, "the last one, for its logits"
+
+
+async def test_blocks_of_ranks_behind_a_host_stay_there(tmp_path: Path) -> None:
+    store, model = make_store(tmp_path, tp=2)
+    async with make_engine(tp=2) as engine, MemoryLinks(EngineHost(engine, store)) as links:
+        clients = Clients(RemoteEngine("e0", links.open), store, NodeKVStore("8 MiB"))
+        async with clients.fleet as fleet, anyio.create_task_group() as tasks:
+            await fleet.swap("e0", to="a")
+            for at in range(len(PROMPTS)):
+                tasks.start_soon(clients.read, at)
+            await clients.have_begun()
+            record = await fleet.swap("e0", to="b")
+            assert record.num_saved == len(PROMPTS)
+            await fleet.swap("e0", to="a")
+    for at, prompt in enumerate(PROMPTS):
+        got, (_, back) = clients.received[at], clients.streams[at].hops
+        assert got == generate(model, prompt, len(got))
+        assert len(prompt) + back.first_index - back.restored_tokens <= 1
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
