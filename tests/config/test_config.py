@@ -107,6 +107,7 @@ def test_what_a_file_describes_is_made(file: Path) -> None:
         ('budget = "64 MiB"', "host", 64 << 20),
         ('kind = "nvme"\nbudget = "1 GiB"\ndirectory = "."', "nvme", 1 << 30),
         ('kind = "shared"\nbudget = "1 GiB"\ndirectory = "shared"', "shared", 1 << 30),
+        ('kind = "node"\nbudget = "1 GiB"\nlocal_budget = "64 MiB"', "node", 64 << 20),
         (
             'kind = "tiered"\nbudget = "64 MiB"\ndirectory = "."\ndisk_budget = "1 GiB"',
             "host+nvme",

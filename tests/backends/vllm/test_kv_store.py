@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hotswap import Fleet, Model, Sampling
-from hotswap.abc import KVLayout, KVLease, KVPrefix, KVPut, KVStore
+from hotswap.abc import Engine, KVLayout, KVLease, KVPrefix, KVPut, KVStore
 from hotswap.backends.kv_stores import HostKVStore
 from hotswap.backends.vllm import VllmEngine
 from hotswap.backends.vllm.inside.ended import MOST_REQUESTS, Ended
@@ -27,7 +27,7 @@ GREEDY = Sampling(max_tokens=300, ignore_eos=True)
 SEEDED = Sampling(max_tokens=300, ignore_eos=True, temperature=1.0, seed=3)
 
 
-def make_fleet(store: DictStore, kv_store: KVStore | None, *engines: VllmEngine) -> Fleet:
+def make_fleet(store: DictStore, kv_store: KVStore | None, *engines: Engine) -> Fleet:
     return Fleet(
         engines=engines or [make_engine()],
         store=store,
