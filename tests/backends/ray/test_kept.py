@@ -1,62 +1,36 @@
-"""KV blocks of actors stay with them, and go from one to the other when a request goes on there."""
+"""Torch engines in actors keep KV blocks on their nodes, and send them to each other."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
+import anyio
 
-import pytest
-
-from hotswap import Fleet, Model, Sampling
 from hotswap.backends.kv_stores import NodeKVStore
-from hotswap.backends.ray import RayEngine
-from hotswap.backends.stores import NvmeStore
-from hotswap.policies import LeastLoadedRouter
-from tests.backends.ray.local_cluster import NODES, LocalCluster
-from tests.backends.torch.parallel.support import add, make_engine, make_prompts
-from tests.backends.torch.zoo import generate, make_model
-from tests.patience import PATIENCE_S
-from tests.runtime.support import Idle
-
-NUM_TOKENS = 80
+from hotswap.backends.ray import RayEngines
+from tests.backends.ray.local_cluster import LocalCluster
+from tests.runtime.offloaded import PROMPTS, Client, make_engine, make_fleet, make_store, undisturbed
 
 
-@pytest.mark.parametrize("comes_back", [True, False], ids=["to its actor", "to another actor"])
-async def test_a_request_finds_its_blocks_at_actors(
-    cluster: LocalCluster, tmp_path: Path, comes_back: bool
-) -> None:
-    root, model, (prompt,) = tmp_path / "store", make_model("llama"), make_prompts(3, 200)
-    add(root, "m", model)
-    engines = [
-        RayEngine(
-            name,
-            partial(make_engine, name),
-            partial(NvmeStore, root),
-            options={"label_selector": {"at": node}},
-            start_s=PATIENCE_S,
-        )
-        for name, node in zip(("e0", "e1"), NODES, strict=False)
-    ]
-    async with Fleet(
-        engines=engines,
-        store=NvmeStore(root),
-        models=[Model("m")],
-        router=LeastLoadedRouter(),
-        scheduler=Idle(),
-        kv_store=NodeKVStore("16 MiB"),
-    ) as fleet:
-        await fleet.swap("e0", to="m")
-        async with fleet.stream("m", tuple(prompt), Sampling(max_tokens=NUM_TOKENS)) as stream:
-            read = [(await anext(stream)).id for _ in range(5)]
-            record = await fleet.unload("e0")
-            (waiting,) = fleet.view().waiting
-            assert waiting.stored_node == engines[0].status().node != ""
-            await fleet.swap("e0" if comes_back else "e1", to="m")
-            read += [token.id async for token in stream]
-            assert stream.hops[1].instance == ("e0" if comes_back else "e1")
-            assert stream.hops[1].restored_tokens >= len(prompt)
-        assert record.num_saved == 1
+async def test_requests_go_on_with_their_blocks_on_their_node_and_on_another(cluster: LocalCluster) -> None:
+    store = make_store()
+    clients = [Client(number) for number in range(len(PROMPTS))]
+    engines = RayEngines.per_node(make_engine, make_store)
+    async with engines, make_fleet(store, NodeKVStore("16 MiB"), engines.engines) as fleet:
+        here, there, *_ = (view.id for view in fleet.view().instances)
+        await fleet.swap(here, to="a")
+        async with anyio.create_task_group() as tasks:
+            for client in clients:
+                tasks.start_soon(client.run, fleet)
+            for client in clients:
+                await client.has(5)
+            await fleet.swap(here, to="b")
+            await fleet.swap(here, to="a")
+            for client in clients:
+                await client.has(25)
+            await fleet.unload(here)
+            await fleet.swap(there, to="a")
         view = fleet.view().kv_store
         assert view is not None
         assert view.num_leases == 0
-    assert read == generate(model, prompt, NUM_TOKENS)
+        assert view.used_bytes == sum(model.size_bytes for model in view.models)
+    assert [client.tokens for client in clients] == await undisturbed(store)
+    assert all(client.num_restored > 0 for client in clients)
