@@ -89,13 +89,26 @@ class Adapters:
             raise ConfigError(
                 f"Adapter {adapter.id!r} is of model {adapter.model!r}, which is not registered; add it."
             )
+        if self._lifetime.is_open:
+            self._check_engines()
+        if known is None:
+            self._install(self._next(adapter), "adapter_added")
+
+    def open(self) -> None:
+        """Check adapters that a fleet opens with: engines elsewhere have not told before what they can.
+
+        Raises:
+            ConfigError: there are some, and no engine can hold adapters.
+        """
+        if self._state.adapters:
+            self._check_engines()
+
+    def _check_engines(self) -> None:
         self._state.refresh()
         if not any(view.max_adapters for view in self._state.index.instances()):
             raise ConfigError(
                 "This fleet has adapters and no engine that can hold one; give it an engine that can."
             )
-        if known is None:
-            self._install(self._next(adapter), "adapter_added")
 
     async def update(self, adapter: Adapter) -> Adapter:
         """Give an adapter new weights while it is served; return it with its new `epoch`.

@@ -241,11 +241,18 @@ def test_a_set_up_that_cannot_work_is_refused() -> None:
         fleet_of(Counting("e0"), adapters=[Adapter("x", "c")])
     with pytest.raises(ConfigError, match="called 'x'"):
         fleet_of(Counting("e0"), adapters=[Adapter("x", "a", "/one"), Adapter("x", "a", "/two")])
-    for engine in (Counting("e0", max_adapters=0), WrapperEngine(Counting("e0"))):
-        with pytest.raises(ConfigError, match="hold"):
-            sim_fleet("a", "b", engines=[engine], adapters=ADAPTERS)
     with pytest.raises(ConfigError, match="empty"):
         Adapter("", "a")
+
+
+async def test_adapters_that_no_engine_can_hold_are_refused_when_the_fleet_opens() -> None:
+    for engine in (Counting("e0", max_adapters=0), WrapperEngine(Counting("e0"))):
+        with pytest.raises(ConfigError, match="hold"):
+            async with sim_fleet("a", "b", engines=[engine], adapters=ADAPTERS):
+                pass
+        async with sim_fleet("a", "b", engines=[engine]) as fleet:
+            with pytest.raises(ConfigError, match="hold"):
+                fleet.adapters.add(ADAPTERS[0])
 
 
 class Stubborn(Router):

@@ -10,7 +10,7 @@ import anyio
 import pytest
 from opentelemetry import trace
 
-from hotswap import Fleet, MigrationRecord, Sampling, SwapRecord
+from hotswap import Adapter, Fleet, MigrationRecord, Sampling, SwapRecord
 from hotswap.abc import Channel, Engine, ModelCard, WeightStore, WrapperEngine
 from hotswap.backends.remote import EngineHost, RemoteEngine
 from hotswap.backends.sim import SimEngine
@@ -18,7 +18,7 @@ from hotswap.errors import InstanceError, PromptTooLong, SwapFailed, Unsupported
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.policies import CostSwap, KeepAliveSwap
 from hotswap.testing import SpanRecorder
-from tests.backends.remote.support import MemoryLinks, request, rig
+from tests.backends.remote.support import PROFILE, MemoryLinks, request, rig
 from tests.runtime.support import Idle, engine_of, expected, idle, sim_fleet, store_of, until
 from tests.runtime.test_stray_cancellation import Stray
 
@@ -196,6 +196,16 @@ async def test_a_request_that_no_host_could_hold_causes_no_swap() -> None:
         with pytest.raises(PromptTooLong, match="no engine has those of more than 128"):
             await fleet.generate("a", PROMPT, Sampling(max_tokens=200))
         assert fleet.swaps == ()
+
+
+@virtual_time
+async def test_a_fleet_of_engines_elsewhere_alone_opens_with_adapters() -> None:
+    """They tell only once they have started that they can hold some."""
+    engine = SimEngine("e0", PROFILE, max_adapters=2)
+    async with remote_fleet([engine], adapters=[Adapter("sql", "a")]) as (fleet, _):
+        await fleet.swap("e0", to="a")
+        answer = await fleet.generate("a", PROMPT, Sampling(max_tokens=5, ignore_eos=True), adapter="sql")
+        assert len(answer.tokens) == 5
 
 
 @virtual_time
