@@ -149,6 +149,7 @@ class EngineHost:
         finally:
             if self._session is session:
                 self._session = None
+                self._verbs.lent.forget_listing()
 
     async def _take_over(self, channel: Channel, inbox: Inbox, epoch: int, heard_within_s: float) -> Session:
         """Return the session of a new controller, once nothing is left of that of another."""

@@ -73,12 +73,17 @@ class Lent:
 
     def list(self, cached: Sequence[CachedKV]) -> str:
         """Lend what the engine keeps of ended requests until the next listing; return its key."""
-        if self._listed is not None:
-            del self._by_key[self._listed.key]
+        self.forget_listing()
         self._listed = listed = LentEnd(Listing(cached), anyio.Event())
         listed.left.set()  # it holds nothing of the engine, so its links may end at any time
         self._by_key[listed.key] = listed
         return listed.key
+
+    def forget_listing(self) -> None:
+        """Lend it no more: the tokens of ended requests are of no use to another controller."""
+        if self._listed is not None:
+            del self._by_key[self._listed.key]
+            self._listed = None
 
     @asynccontextmanager
     async def lend(self, end: KVSource | KVSink, ended: anyio.Event) -> AsyncGenerator[LentEnd]:

@@ -23,7 +23,7 @@ from hotswap.backends.torch import TorchEngine
 from hotswap.backends.transports import connect_tcp, serve_tcp
 from hotswap.errors import InstanceLost, MigrationAborted
 from hotswap.policies import LeastLoadedRouter
-from tests.backends.remote.support import PROFILE, over_memory
+from tests.backends.remote.support import PROFILE, HostStore, MemoryLinks, over_memory
 from tests.backends.torch.dict_store import DictStore
 from tests.backends.torch.zoo import make_model
 from tests.backends.transports.recording import LAYOUT
@@ -81,6 +81,19 @@ async def test_entries_are_told_and_read_one_after_another() -> None:
                 expected = await entries[number].read(first, count * BLOCK)
                 assert (pages.first_block, pages.num_tokens) == (first, count * BLOCK)
                 assert pages.data == expected.data
+
+
+async def test_a_host_forgets_a_listing_when_its_controller_leaves() -> None:
+    engine = KeepingEngine("e0", PROFILE)
+    engine.kept = kept(BLOCK)
+    host = EngineHost(engine, HostStore())
+    async with engine, MemoryLinks(host) as links:
+        async with RemoteEngine("e0", links.open) as remote:
+            assert isinstance(remote, SupportsKVListing)
+            await remote.cached_kv()
+            assert host._verbs.lent._by_key
+        await links.ended[0].wait()
+        assert not host._verbs.lent._by_key
 
 
 async def test_what_is_not_there_any_more_is_an_abort_and_the_rest_is_read() -> None:
