@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar
 
 from hotswap.abc import KVLayout, KVLease, KVPages, KVPrefix, KVPut
 from hotswap.backends.kv_index import Found, KVIndex, StoredBlock
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.kv_stores import HostKVStore, SharedKVStore
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, Pages
 
 __all__ = ["KV_STORES"]
 
-KV_STORES: dict[type[HostKVStore], str] = {}
+KV_STORES: dict[type[HostKVStore | SharedKVStore], str] = {}
 
-_K = TypeVar("_K", bound=type[HostKVStore])
+_K = TypeVar("_K", bound=type[HostKVStore | SharedKVStore])
 Block = StoredBlock[Pages]
 
 
@@ -299,3 +299,27 @@ class Late:
 class WritesLate(HostKVStore):
     def put(self, prefix: KVPrefix, *, prefill_s: float = 0.0, copy_s: float = 0.0) -> Any:
         return Late(super().put(prefix, prefill_s=prefill_s, copy_s=copy_s))
+
+
+# ---------------------------------------------------------------------- what outlives fleets
+
+
+@caught_by("test_what_outlives_fleets_is_found_when_the_store_is_opened_again")
+class FindsItsOwnAlone(SharedKVStore):
+    def _named(self, prefix: KVPrefix) -> KVPrefix:
+        return prefix.under(self._own)
+
+
+BY_ENGINES_ALIKE = "test_what_outlives_fleets_is_found_by_engines_that_compute_alike_alone"
+
+
+@caught_by(BY_ENGINES_ALIKE)
+class FindsWhateverComputedIt(SharedKVStore):
+    def _named(self, prefix: KVPrefix) -> KVPrefix:
+        return prefix.under("any" if prefix.layout.computed_by else self._own)
+
+
+@caught_by(BY_ENGINES_ALIKE)
+class FindsWhatEnginesDoNotTell(SharedKVStore):
+    def _named(self, prefix: KVPrefix) -> KVPrefix:
+        return prefix.under(prefix.layout.computed_by)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hotswap.backends.kv_stores import HostKVStore
+from hotswap.backends.kv_stores import HostKVStore, SharedKVStore
 from hotswap.backends.sim import SimEngine, SimStore
-from tests.backends.kv_stores.test_conformance import TestHostKVStore as KVStoreSuite
+from hotswap.testing.conformance import KVStoreConformance
 from tests.backends.test_sim import TestSimEngineConforms as EngineSuite
 from tests.backends.test_sim import TestSimStoreConforms as StoreSuite
 from tests.conformance.kv_store_mutants import KV_STORES
@@ -34,11 +36,13 @@ def store_suite_of(store: type[SimStore]) -> type[StoreSuite]:
     return Suite
 
 
-def kv_store_suite_of(store: type[HostKVStore]) -> type[KVStoreSuite]:
-    class Suite(KVStoreSuite):
+def kv_store_suite_of(store: type[HostKVStore | SharedKVStore], directory: Path) -> type[KVStoreConformance]:
+    class Suite(KVStoreConformance):
         limit_s = 5.0
 
-        def make_store(self, capacity_bytes: int) -> HostKVStore:
+        def make_store(self, capacity_bytes: int) -> HostKVStore | SharedKVStore:
+            if issubclass(store, SharedKVStore):
+                return store(directory / store.__name__, capacity_bytes)
             return store(capacity_bytes)
 
     return Suite
@@ -59,10 +63,10 @@ def test_a_faulty_store_is_caught(mutant: type[SimStore]) -> None:
 
 
 @pytest.mark.parametrize("mutant", KV_STORES, ids=lambda mutant: mutant.__name__)
-def test_a_faulty_kv_store_is_caught(mutant: type[HostKVStore]) -> None:
-    test = KV_STORES[mutant]
-    assert not failures(kv_store_suite_of(HostKVStore), test), "a sound store passes"
-    assert failures(kv_store_suite_of(mutant), test)
+def test_a_faulty_kv_store_is_caught(mutant: type[HostKVStore | SharedKVStore], tmp_path: Path) -> None:
+    test, sound = KV_STORES[mutant], SharedKVStore if issubclass(mutant, SharedKVStore) else HostKVStore
+    assert not failures(kv_store_suite_of(sound, tmp_path), test), "a sound store passes"
+    assert failures(kv_store_suite_of(mutant, tmp_path), test)
 
 
 def test_there_are_many_kinds_of_fault() -> None:

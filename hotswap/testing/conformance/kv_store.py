@@ -249,6 +249,37 @@ class KVStoreConformance(KVStateChecks):
             await self.save(store, self.prefix(16))
             assert store.lookup(self.prefix(16)) == 0
 
+    # ------------------------------------------------------------------ what outlives fleets
+
+    @check
+    async def test_what_outlives_fleets_is_found_when_the_store_is_opened_again(self) -> None:
+        prefix = self.computed_by("one")
+        async with self.opened(blocks=8) as store:
+            self._skip_unless_it_outlives_fleets(store)
+            await self.save(store, prefix)
+        async with self.opened(blocks=8) as store:
+            await self.assert_content(store, prefix)
+
+    @check
+    async def test_what_outlives_fleets_is_found_by_engines_that_compute_alike_alone(self) -> None:
+        prefixes = [self.computed_by(name) for name in ("one", "")]
+        async with self.opened(blocks=16) as store:
+            self._skip_unless_it_outlives_fleets(store)
+            for prefix in prefixes:
+                await self.save(store, prefix)
+                assert store.lookup(prefix) == len(prefix.tokens)
+        async with self.opened(blocks=16) as store:
+            assert store.lookup(self.computed_by("other")) == 0
+            assert store.lookup(self.computed_by("")) == 0, "engines that do not tell may differ"
+
+    def computed_by(self, name: str) -> KVPrefix:
+        """Return a prefix in the format of engines that compute in the way of this name."""
+        return KVPrefix(replace(LAYOUT, computed_by=name), range(18))
+
+    def _skip_unless_it_outlives_fleets(self, store: KVStore) -> None:
+        if not store.outlives_fleets:
+            pytest.skip("the store does not outlive fleets")
+
     # ------------------------------------------------------------------ faults
 
     @check

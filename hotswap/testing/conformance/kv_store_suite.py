@@ -35,7 +35,10 @@ class KVStoreSuite(Suite):
     has_content: ClassVar[bool] = True
 
     def make_store(self, capacity_bytes: int) -> AbstractAsyncContextManager[KVStore]:
-        """Return a context manager that opens a store with this budget; a store is one itself."""
+        """Return a context manager that opens a store with this budget; a store is one itself.
+
+        If it outlives fleets, those of one test are of one place, which is empty before the test.
+        """
         raise NotImplementedError("Write make_store(): it returns the store to be tested.")
 
     # ------------------------------------------------------------------ helpers
