@@ -15,8 +15,9 @@ from hotswap.backends.kv_indexed import IndexedKVStore, Places
 from hotswap.backends.kv_stores.host import HostKVStore
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, PagePool, Pages, packed_pages, whole_pages
 from hotswap.backends.remote.host_memory import LendsMemory, LentMemory
+from hotswap.checks import check_kind
 from hotswap.engine import Engine
-from hotswap.errors import InstanceError, MigrationAborted, StoreError, TierFull
+from hotswap.errors import ConfigError, InstanceError, MigrationAborted, StoreError, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.kv_store import KVLease, KVPrefix, KVPut, KVStore
 from hotswap.migration import KVLayout, KVPages, KVSink, KVSource
@@ -54,12 +55,13 @@ class NodeKVStore(KVStore):
             theirs are not saved. It is entered with this one.
 
     Raises:
-        ConfigError: the capacity is no size.
+        ConfigError: the capacity is no size, or `local` no store.
     """
 
     def __init__(self, capacity: int | str, *, local: KVStore | None = None) -> None:
         self._capacity_bytes = parse_bytes(capacity, "capacity")
         self._local: KVStore = HostKVStore(0) if local is None else local
+        check_kind(ConfigError, "local", self._local, KVStore)
         self._hosts: dict[LendsMemory, HostMemoryStore] = {}
         self._tasks: TaskGroup | None = None
 

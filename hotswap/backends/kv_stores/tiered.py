@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import anyio
 
@@ -20,6 +20,7 @@ from hotswap.backends.kv_stores.host import HostKVStore
 from hotswap.backends.kv_stores.nvme import NvmeKVStore
 from hotswap.backends.kv_stores.staging import Staging
 from hotswap.backends.memory import copy
+from hotswap.checks import shown
 from hotswap.errors import ConfigError
 from hotswap.hardware import parse_bytes
 from hotswap.tasks_beside import tasks_beside
@@ -62,10 +63,15 @@ class TieredKVStore(IndexedKVStore[TierPlace]):
             tiers have without it. Blocks larger than half of it are not kept.
 
     Raises:
-        ConfigError: the headroom is no size, or more than the memory.
+        ConfigError: the headroom is no size, or more than the memory, or a tier is another store.
     """
 
     def __init__(self, memory: HostKVStore, disk: NvmeKVStore, *, headroom: int | str | None = None) -> None:
+        # They are used below their contract, so another store would not do for its verbs.
+        if not isinstance(cast("object", memory), HostKVStore):
+            raise ConfigError(f"memory is {shown(memory)}; give a HostKVStore.")
+        if not isinstance(cast("object", disk), NvmeKVStore):
+            raise ConfigError(f"disk is {shown(disk)}; give an NvmeKVStore.")
         self._memory, self._disk = memory, disk
         tiers: tuple[IndexedKVStore[Any], ...] = (memory, disk)
         self._room: dict[IndexedKVStore[Any], int] = {t: t.view().capacity_bytes or 0 for t in tiers}

@@ -25,7 +25,7 @@ from hotswap.backends.remote.kv_memory import KVMemory, MemorySink, MemorySource
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.transports import wire
 from hotswap.backends.transports.link_errors import ProtocolError, no_link
-from hotswap.errors import HotswapError, InstanceLost, MigrationAborted, TierFull
+from hotswap.errors import ConfigError, HotswapError, InstanceLost, MigrationAborted, TierFull
 from hotswap.testing.conformance import KVStoreConformance
 from hotswap.testing.conformance.kv_store_suite import LAYOUT
 from tests.backends.remote.support import PROFILE, HostStore, MemoryLinks
@@ -127,6 +127,11 @@ class TestLocalStore(KVStoreConformance):
     async def make_store(self, capacity_bytes: int) -> AsyncGenerator[KVStore]:
         async with NodeKVStore(0, local=HostKVStore(capacity_bytes)) as store:
             yield store.near(WrapperEngine(SimEngine("e0", PROFILE)))
+
+
+def test_a_local_store_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"local is '16 GiB'; give an object of type KVStore"):
+        NodeKVStore("64 GiB", local="16 GiB")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- hosts that come and go

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from hotswap.abc import KVPrefix
-from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, TieredKVStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, SharedKVStore, TieredKVStore
 from hotswap.backends.kv_stores.pages import PAGE_BYTES
 from hotswap.errors import ConfigError, StoreError
 from tests.backends.kv_stores.blocks import layout, pages, save
@@ -132,6 +132,16 @@ async def test_an_error_passes_as_it_is_while_blocks_are_written(tmp_path: Path)
 
     with pytest.raises(KeyError, match="of the program"):
         await fail()
+
+
+def test_other_stores_are_refused_as_its_tiers(tmp_path: Path) -> None:
+    memory, disk = HostKVStore("1 MiB"), NvmeKVStore(tmp_path, "1 MiB")
+    with pytest.raises(ConfigError, match=r"memory is .*; give a HostKVStore"):
+        TieredKVStore(SharedKVStore(tmp_path / "shared", "1 MiB"), disk)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"disk is .*; give an NvmeKVStore"):
+        TieredKVStore(memory, memory)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"memory is '1 MiB'; give a HostKVStore"):
+        TieredKVStore("1 MiB", disk)  # type: ignore[arg-type]
 
 
 def test_a_headroom_of_more_than_the_memory_is_refused(tmp_path: Path) -> None:
