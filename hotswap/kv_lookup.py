@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from hotswap import telemetry as tm
+from hotswap.checks import shown
+from hotswap.errors import StoreError
 from hotswap.kv_store import KVPrefix, KVStore
 from hotswap.migration import KVLayout
 from hotswap.request import AdapterId, ModelId, Request
@@ -74,6 +76,17 @@ class KVLookup:
         """Whether blocks of a layout have the same names in all fleets, as those of adapters have not."""
         return layout.adapter is None and layout.computed_by != ""
 
+    def find(self, prefix: KVPrefix) -> int:
+        """Return how many of the first tokens the store has; 0 without one.
+
+        Raises:
+            StoreError: the store tells what it cannot have.
+        """
+        found = 0 if self._store is None else self._store.lookup(prefix)
+        if found not in range(len(prefix.tokens) + 1):
+            raise StoreError(f"lookup() returned {shown(found)} for {len(prefix.tokens)} tokens.")
+        return found
+
     def stored(self, request: Request) -> tuple[int, str]:
         """Return how many first tokens of a request are stored, and on which node, if engines differ in that.
 
@@ -84,7 +97,7 @@ class KVLookup:
             return 0, ""
         try:
             prefix = self.prefix(layout, request.tokens[:-1])
-            found = self._store.lookup(prefix)
+            found = self.find(prefix)
             node = self._store.node_of(prefix) if found else ""
         except Exception as exc:
             self._log("cannot look requests up", exc)

@@ -197,7 +197,7 @@ class Offload:
             return Restore(self._context, active, instance, key, span, queue, self._lifetime)
         prefix = lookup.prefix(layout, request.tokens[:-1])
         with logged("looked up", request.id):
-            num_tokens = self._context.store.lookup(prefix)
+            num_tokens = lookup.find(prefix)
         if not num_tokens or not self._is_sooner_copied(num_tokens, layout):
             return NoRestore(current_time())
         key = prefix.key(num_tokens // layout.block_tokens // 2)

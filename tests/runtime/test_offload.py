@@ -433,6 +433,25 @@ def test_a_fault_of_the_store_fails_no_swap_and_no_request(
         assert caplog.text.count("cannot tell its view") == 1
 
 
+@pytest.mark.parametrize("found", [10**6, -1, 1.5, None, "all"], ids=str)
+def test_a_lookup_that_tells_what_no_store_can_have_is_one_of_nothing(
+    found: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mistaken(SimKVStore):
+        def lookup(self, prefix: KVPrefix) -> int:
+            return found
+
+    @virtual_time
+    async def test() -> None:
+        async with make_fleet(Mistaken("1 GiB")) as fleet:
+            async with running(fleet):
+                await away_and_back(fleet)
+            assert [record.outcome for record in fleet.swaps] == ["done"] * 3
+
+    test()
+    assert f"lookup() returned {found!r} for" in caplog.text
+
+
 @virtual_time
 async def test_an_engine_that_is_lost_while_it_is_saved_ends_the_swap_as_ever() -> None:
     engine = make_engine()
