@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from hotswap import telemetry as tm
-from hotswap.checks import shown
+from hotswap.checks import check_kind, shown
 from hotswap.errors import StoreError
 from hotswap.kv_store import KVPrefix, KVStore
 from hotswap.migration import KVLayout
@@ -42,6 +42,7 @@ class KVLookup:
             return None
         try:
             view = self._store.view()
+            check_kind(StoreError, "view()", view, KVStoreView)
         except Exception as exc:
             self._log("cannot tell its view", exc)
             return None

@@ -453,6 +453,19 @@ def test_a_lookup_that_tells_what_no_store_can_have_is_one_of_nothing(
 
 
 @virtual_time
+async def test_a_view_that_is_none_of_a_store_is_told_as_none(caplog: pytest.LogCaptureFixture) -> None:
+    class Mistaken(SimKVStore):
+        def view(self) -> Any:
+            return "full"
+
+    async with make_fleet(Mistaken("1 GiB")) as fleet, running(fleet):
+        await away_and_back(fleet)
+        assert fleet.view().kv_store is None
+        assert [record.outcome for record in fleet.swaps] == ["done"] * 3
+    assert caplog.text.count("view() is 'full'; give an object of type KVStoreView") == 1
+
+
+@virtual_time
 async def test_an_engine_that_is_lost_while_it_is_saved_ends_the_swap_as_ever() -> None:
     engine = make_engine()
     async with make_fleet(SimKVStore("1 GiB"), [engine]) as fleet, running(fleet):
