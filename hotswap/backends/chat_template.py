@@ -1,6 +1,6 @@
 """Chat templates of Hugging Face checkpoints, rendered as transformers renders them.
 
-The text is that of `apply_chat_template(..., tokenize=False)` of transformers 5.23, with one exception: parts
+The text is that of `apply_chat_template(..., tokenize=False)` of transformers 5.24, with one exception: parts
 of a message are joined, by line breaks, for templates that do not read parts. Transformers gives these the
 list, which they write as Python shows it, leave out or refuse.
 """

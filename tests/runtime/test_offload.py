@@ -438,7 +438,7 @@ def test_a_lookup_that_tells_what_no_store_can_have_is_one_of_nothing(
     found: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Mistaken(SimKVStore):
-        def lookup(self, prefix: KVPrefix) -> int:
+        def lookup(self, prefix: KVPrefix) -> Any:
             return found
 
     @virtual_time

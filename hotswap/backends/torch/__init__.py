@@ -1,6 +1,6 @@
 """An in-process engine on PyTorch and transformers, for any causal language model, with exact outputs.
 
-Tested with torch 2.13 and transformers 5.23.
+Tested with torch 2.13 and transformers 5.24.
 """
 
 from __future__ import annotations
