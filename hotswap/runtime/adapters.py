@@ -90,20 +90,20 @@ class Adapters:
                 f"Adapter {adapter.id!r} is of model {adapter.model!r}, which is not registered; add it."
             )
         if self._lifetime.is_open:
-            self._check_engines()
+            self._check_held()
         if known is None:
             self._install(self._next(adapter), "adapter_added")
 
-    def open(self) -> None:
+    def check_engines(self) -> None:
         """Check adapters that a fleet opens with: engines elsewhere have not told before what they can.
 
         Raises:
             ConfigError: there are some, and no engine can hold adapters.
         """
         if self._state.adapters:
-            self._check_engines()
+            self._check_held()
 
-    def _check_engines(self) -> None:
+    def _check_held(self) -> None:
         self._state.refresh()
         if not any(view.max_adapters for view in self._state.index.instances()):
             raise ConfigError(

@@ -195,7 +195,6 @@ class Core(AsyncContextManagerMixin):
                     await enter(stack, self.state.kv_store, "The KV store")
                 await stack.enter_async_context(self.operations.supervisor)
                 await self.operations.supervisor.start(*(one.engine for one in self.state.instances.values()))
-                self.adapters.open()
                 await self.models.open()
                 last_view = LastView(self.state, wanted=self.telemetry.measures)
                 stack.callback(last_view.close)

@@ -175,7 +175,12 @@ class Models:
             self._state.registered[name] = model
 
     async def open(self) -> None:
-        """Read the manifest and the text files of every model, importing what the store lacks."""
+        """Read the manifest and the text files of every model, importing what the store lacks.
+
+        Raises:
+            ConfigError: there are adapters, and no engine can hold any.
+        """
+        self._adapters.check_engines()
         for model in self._state.registered.values():
             card = await self._read(model)
             self._state.models[card.id] = card
