@@ -84,8 +84,9 @@ class _Turns:
         """Measure a context; the stream ends with it."""
         random = Random(context)
         prompt = [random.randrange(_VOCABULARY) for _ in range(context)]
-        for engine in ("e0", "e1"):
-            await self._fleet.swap(engine, to="a")
+        for view in self._fleet.view().instances:
+            if view.model != "a":
+                await self._fleet.swap(view.id, to="a")
         async with (
             self._fleet.stream("a", prompt, Sampling(max_tokens=4096, ignore_eos=True)) as stream,
             anyio.create_task_group() as tasks,
