@@ -6,7 +6,8 @@ it lends the ends of an engine's moves, and copies between the two: blocks of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -48,11 +49,32 @@ class KVMemory:
                 "a smaller capacity."
             ) from exc
         self._ahead_bytes = min(capacity_bytes // _AHEAD_PART, _MOST_AHEAD_BYTES)
+        self._num_uses, self._is_closed = 0, False
+
+    @contextmanager
+    def used(self) -> Generator[None]:
+        """A block in which it is copied to or from; if it was closed meanwhile it is given back then."""
+        self._num_uses += 1
+        try:
+            yield
+        finally:
+            self._num_uses -= 1
+            self._give_back()
+
+    def close(self) -> None:
+        """Give it back once nothing uses it, what was pinned for it too."""
+        self._is_closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._is_closed and not self._num_uses:
+            self._arena.close()
 
     async def take_ahead(self) -> bool:
         """Have the system give some of the first pages before they are written to; false if it gives none."""
-        pages = self._arena.lacking(self._ahead_bytes)
-        return bool(pages) and await in_thread(partial(self._arena.populate, pages))
+        with self.used():
+            pages = self._arena.lacking(self._ahead_bytes)
+            return bool(pages) and await in_thread(partial(self._arena.populate, pages))
 
     def lend(self, fields: Fields, payload: bytes) -> MemorySink | MemorySource:
         """Return pages as the end of a move that a message describes; `add` takes those to come.

@@ -171,8 +171,10 @@ class Verbs:
 
     def drop_memory(self) -> None:
         """Have no memory for KV blocks any more, once nothing of it is being copied."""
-        self.kv_memory = None
+        memory, self.kv_memory = self.kv_memory, None
         self.lent.leave_memory()
+        if memory is not None:
+            memory.close()
 
     @asynccontextmanager
     async def _memory_end(self, fields: Fields, payload: bytes) -> AsyncGenerator[KVSource | KVSink]:
@@ -181,11 +183,12 @@ class Verbs:
             raise MigrationAborted(
                 "The host has no such memory for KV blocks, or not any more.", stage="copy"
             )
-        end = memory.lend(fields, payload)
-        try:
-            yield end
-        finally:
-            end.blocks.done()
+        with memory.used():
+            end = memory.lend(fields, payload)
+            try:
+                yield end
+            finally:
+                end.blocks.done()
 
     # ------------------------------------------------------------------ moves
 

@@ -184,10 +184,13 @@ async def test_a_host_gives_the_memory_back_when_the_engine_is_left() -> None:
         async with NodeKVStore(16 * BLOCK) as store:
             async with RemoteEngine("e0", links.open) as remote:
                 await SUITE.save(store.near(remote), SUITE.prefix(18))
-                assert links.host._verbs.kv_memory is not None
+                memory = links.host._verbs.kv_memory
+                assert memory is not None
+                assert memory._arena._memory is not None
             for ended in links.ended:
                 await ended.wait()
             assert links.host._verbs.kv_memory is None
+            assert memory._arena._memory is None, "and what was pinned for it"
             assert store.lookup(SUITE.prefix(18)) == 0
             async with RemoteEngine("e0", links.open) as remote:
                 assert store.near(remote).lookup(SUITE.prefix(18)) == 0
