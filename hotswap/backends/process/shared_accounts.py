@@ -45,10 +45,22 @@ class SharedAccounts(BudgetAccounts):
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            rows = self._table.lock()
+            self._read()
         except BaseException:
             self._lock.release()
             raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._write()
+        finally:
+            self._lock.release()
+
+    # ------------------------------------------------------------------ with the lock
+
+    def _read(self) -> None:
+        """Lock the table and take over what other processes have changed in it."""
+        rows = self._table.lock()
         if rows is not self._rows:
             self._rows = rows
             me = "" if self._listener is None else self._listener.member
@@ -56,7 +68,8 @@ class SharedAccounts(BudgetAccounts):
             others = {row.holder: self._other(row) for row in rows if row.holder in self._members}
             self.by_holder = others | self._own
 
-    def __exit__(self, *_: object) -> None:
+    def _write(self) -> None:
+        """Write what has changed, and unlock the table."""
         try:
             if not self._own and self._listener is not None:
                 self._listener.end()
@@ -67,9 +80,6 @@ class SharedAccounts(BudgetAccounts):
                 self._rows = rows
         finally:
             self._table.unlock(keep=bool(self._own))
-            self._lock.release()
-
-    # ------------------------------------------------------------------ with the lock
 
     def open(self, account: BudgetAccount) -> None:
         if len(self.by_holder) >= MOST_LEASES or len(account.holder) > MOST_LETTERS:
@@ -123,13 +133,19 @@ class SharedAccounts(BudgetAccounts):
     def _look(self) -> None:
         """Tell the holders of this process what has changed in others."""
         callbacks = list[Callable[[], object]]()
-        with self:
-            self._sweep()
-            for account in self._own.values():
-                if account.on_wanted is not None and self.owed(account):
-                    callbacks.append(account.on_wanted)
-                if account.on_free is not None and account.wanted:
-                    callbacks.append(account.on_free)
+        with self._lock:
+            if not self._own:
+                return  # the last lease was closed meanwhile: to look would make the table again
+            self._read()
+            try:
+                self._sweep()
+                for account in self._own.values():
+                    if account.on_wanted is not None and self.owed(account):
+                        callbacks.append(account.on_wanted)
+                    if account.on_free is not None and account.wanted:
+                        callbacks.append(account.on_free)
+            finally:
+                self._write()
         call_all(callbacks)
 
 

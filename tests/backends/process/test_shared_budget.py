@@ -19,6 +19,8 @@ from hypothesis import settings
 
 from hotswap import DeviceBudget, DeviceLease
 from hotswap.backends.process import SharedDeviceBudget
+from hotswap.backends.process.budget_table import BudgetTable
+from hotswap.backends.process.shared_accounts import SharedAccounts
 from hotswap.errors import ConfigError, OutOfMemory
 from tests.test_device_budget import SIZE, Budgets
 
@@ -128,6 +130,35 @@ def test_what_a_killed_process_held_is_free_and_its_name_too(
     with Process(name, "there", floor=40) as there:
         assert there.ask("take", 40)
     lease.close()
+
+
+def test_a_thread_that_looks_after_the_last_lease_was_closed_does_not_make_the_table_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived, closed = threading.Event(), threading.Event()
+    look = SharedAccounts._look
+
+    def look_late(accounts: SharedAccounts) -> None:
+        arrived.set()
+        assert closed.wait(30)
+        look(accounts)
+
+    monkeypatch.setattr(SharedAccounts, "_look", look_late)
+    here, there = SharedDeviceBudget(name, SIZE), SharedDeviceBudget(name, SIZE)
+    holds, lacks = here.lease("holds"), there.lease("lacks")
+    assert holds.take(60)
+    before = set(threading.enumerate())
+    lacks.want(75)  # which wakes the thread of `here`
+    assert arrived.wait(30)
+    holds.close()
+    lacks.close()
+    made = list[BudgetTable]()
+    monkeypatch.setattr(BudgetTable, "lock", lambda table: made.append(table))
+    closed.set()
+    for thread in before:
+        if thread.name.startswith("device budget"):
+            thread.join(30)
+    assert not made
 
 
 def test_a_process_that_is_killed_at_any_moment_leaves_a_budget_that_can_be_used(name: str) -> None:
