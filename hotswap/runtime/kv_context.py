@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from hotswap import telemetry as tm
-from hotswap.errors import InstanceLost, MigrationAborted
+from hotswap.errors import InstanceLost, MigrationAborted, StoreError
 from hotswap.kv_store import KVStore
 from hotswap.runtime.state import FleetState
 from hotswap.stray_cancellation import no_stray_cancellation
@@ -45,5 +45,7 @@ def logged(what: str, of: str) -> Generator[None]:
     except (MigrationAborted, InstanceLost) as exc:
         level = logging.DEBUG if what == AHEAD else logging.INFO  # what is left is tried once more
         log.log(level, "KV blocks of %r were not %s: %s", of, what, exc)
+    except StoreError as exc:
+        log.warning("KV blocks of %r were not %s: %s", of, what, exc)
     except Exception as exc:
         log.error("KV blocks of %r were not %s.\n%s", of, what, tm.traceback_of(exc))

@@ -37,7 +37,7 @@ from hotswap.abc import (
     KVStoreView,
 )
 from hotswap.backends.sim import DeviceProfile, SimEngine, SimKVStore, SimStore, sim_manifest
-from hotswap.errors import ConfigError, SwapFailed
+from hotswap.errors import ConfigError, SwapFailed, TierFull
 from hotswap.offline.replay import dump_view, load_view
 from hotswap.offline.virtual_time import virtual_time
 from hotswap.testing import cancel_everywhere
@@ -380,13 +380,13 @@ async def test_blocks_that_are_sooner_computed_than_copied_are_hardly_copied() -
 class Faulty(SimKVStore):
     """Fails in one of its verbs."""
 
-    def __init__(self, fails_in: str) -> None:
+    def __init__(self, fails_in: str, error: type[Exception]) -> None:
         super().__init__("1 GiB")
-        self.fails_in = fails_in
+        self.fails_in, self.error = fails_in, error
 
     def _fail_in(self, verb: str) -> None:
         if self.fails_in == verb:
-            raise RuntimeError(f"a planted fault in {verb}")
+            raise self.error(f"a planted fault in {verb}")
 
     def lookup(self, prefix: KVPrefix) -> int:
         self._fail_in("lookup")
@@ -413,14 +413,15 @@ class Faulty(SimKVStore):
         return super().view()
 
 
+@pytest.mark.parametrize("error", [RuntimeError, TierFull])
 @pytest.mark.parametrize("verb", ["lookup", "lease", "put", "fill", "content", "view"])
 def test_a_fault_of_the_store_fails_no_swap_and_no_request(
-    verb: str, caplog: pytest.LogCaptureFixture
+    verb: str, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     @virtual_time
     async def test() -> None:
         reader = InMemoryMetricReader()
-        async with make_fleet(Faulty(verb), meter_provider=MeterProvider([reader])) as fleet:
+        async with make_fleet(Faulty(verb, error), meter_provider=MeterProvider([reader])) as fleet:
             async with running(fleet):
                 await away_and_back(fleet)
             assert [record.outcome for record in fleet.swaps] == ["done"] * 3
@@ -431,6 +432,8 @@ def test_a_fault_of_the_store_fails_no_swap_and_no_request(
     assert f"a planted fault in {verb}" in caplog.text
     if verb == "view":
         assert caplog.text.count("cannot tell its view") == 1
+    else:  # an error of stores says itself what is to be done
+        assert ("Traceback" in caplog.text) is (error is RuntimeError)
 
 
 @pytest.mark.parametrize("found", [10**6, -1, 1.5, None, "all"], ids=str)
