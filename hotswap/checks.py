@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex, TypeGuard, TypeVar, cast
 
@@ -36,6 +38,7 @@ __all__ = [
     "to_float",
     "to_int",
     "to_objects",
+    "to_path",
     "to_token_ids",
 ]
 
@@ -105,10 +108,10 @@ def check_callables(error: type[HotswapError], **functions: object) -> None:
 
 
 def check_paths(error: type[HotswapError], **paths: object) -> None:
-    """Raise an error that names the argument unless each is `None`, a string or a `Path`."""
+    """Raise an error that names the argument unless each is `None`, or a path as `to_path` takes it."""
     for name, value in paths.items():
-        if not (value is None or isinstance(value, str | Path)):
-            raise error(f"{name} is {shown(value)}; give a path, as a string or a Path.")
+        if value is not None:
+            to_path(error, name, value)
 
 
 def check_choice(error: type[HotswapError], choices: tuple[str | None, ...], **values: object) -> None:
@@ -227,6 +230,18 @@ def to_objects(error: type[HotswapError], name: str, value: Iterable[T], kind: t
     for at, one in enumerate(objects):
         check_kind(error, f"{name}[{at}]", one, kind)
     return objects
+
+
+def to_path(error: type[HotswapError], name: str, value: object) -> Path:
+    """Return a string or a `Path` as a `Path`; an error that names the argument for all else.
+
+    Names with a NUL, or with letters that the system cannot encode, are no paths: its calls raise a bare
+    `ValueError` for them.
+    """
+    with suppress(UnicodeEncodeError):
+        if isinstance(value, str | Path) and b"\0" not in os.fsencode(value):
+            return Path(value)
+    raise error(f"{name} is {shown(value)}; give a path, as a string or a Path.")
 
 
 def to_entries(name: str, value: object, what: str, most: int) -> tuple[object, ...]:

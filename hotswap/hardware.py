@@ -10,6 +10,9 @@ from hotswap.errors import ConfigError
 
 __all__ = ["DeviceProfile", "parse_bytes"]
 
+# What the system's calls can count.
+_MOST_BYTES = (1 << 63) - 1
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
@@ -19,15 +22,17 @@ def parse_bytes(size: int | str, name: str = "The size") -> int:
     """Return a size in bytes: an `int` as it is, `"200 GiB"` binary, `"200 GB"` decimal.
 
     Raises:
-        ConfigError: it is no size, or negative; `name` is what the error calls it.
+        ConfigError: it is no size, negative, or 8 EiB or more; `name` is what the error calls it.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None:
+    found: float = -1
+    if isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    elif isinstance(size, str) and (match := _SIZE.fullmatch(size)) is not None:
+        number, unit, binary = match.groups()
+        found = float(number) * (_UNITS if binary else _DECIMAL)[unit.upper()]
+    if not 0 <= found <= _MOST_BYTES:
         raise ConfigError(f"{name} is {shown(size)}; give bytes, as 4096, '200 GiB' or '1.5 GB'.")
-    number, unit, binary = match.groups()
-    return int(float(number) * (_UNITS if binary else _DECIMAL)[unit.upper()])
+    return int(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

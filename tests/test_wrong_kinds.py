@@ -14,11 +14,21 @@ import pytest
 import hotswap.policies
 from hotswap import Adapter, Chat, Fleet, MigrationLimits, Model, Sampling, SwapLimits
 from hotswap.abc import Router, Scheduler
-from hotswap.backends.stores import NvmeStore, PinnedStore
+from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, SharedKVStore
+from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore
 from hotswap.backends.torch import TorchEngine
+from hotswap.checks import shown
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
 from hotswap.policies import LeastLoadedRouter
+from hotswap.profiling import Profile
+from hotswap.simulation import Trace
 from tests.runtime.support import Idle, models, sim_fleet, store_of
+
+
+def ascii_of(value: Any) -> str:
+    """A value as the name of a test, though an int may have too many digits to be shown."""
+    return shown(value)[:20]
+
 
 KINDS: list[Any] = [
     *("x", 5, 1.5, None, object(), [1], {}, (), b"x", True, math.nan, -1, 10**400, int, lambda: 0),
@@ -104,12 +114,34 @@ def test_an_engine_refuses_what_is_none_by_name(name: str) -> None:
             TorchEngine("e0", **{name: value})
 
 
-@pytest.mark.parametrize("size", ["much", -1, 1.5, True, [1], b"1 GiB"], ids=repr)
+@pytest.mark.parametrize(
+    "size", ["much", -1, 1.5, True, [1], b"1 GiB", "8 MiTB", 1 << 63, "9" * 5000, 10**5000], ids=ascii_of
+)
 def test_a_store_refuses_what_is_no_size_by_name(size: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="budget is"):
         PinnedStore(size)
     with pytest.raises(ConfigError, match="chunk_bytes is"):
         NvmeStore(tmp_path, chunk_bytes=size)
+    with pytest.raises(ConfigError, match="capacity is"):
+        HostKVStore(size)
+
+
+TAKES_A_PATH: list[tuple[str, Callable[[Any], object]]] = [
+    ("root", NvmeStore),
+    ("directory", lambda path: SharedStore(path, "1 GiB")),
+    ("directory", lambda path: NvmeKVStore(path, "1 GiB")),
+    ("directory", lambda path: SharedKVStore(path, "1 GiB")),
+    ("path", Profile.read),
+    ("path", Trace.read),
+    ("source of 'a'", lambda path: Model("a", path)),
+]
+
+
+@pytest.mark.parametrize(("name", "take"), TAKES_A_PATH)
+@pytest.mark.parametrize("path", ["a\0b", Path("a\0b"), "\ud800", 5, b"x", [1]], ids=ascii)
+def test_what_is_no_path_is_refused_by_name(name: str, take: Callable[[Any], object], path: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        take(path)
 
 
 @pytest.mark.parametrize("name", ["tracer_provider", "meter_provider", "on_swap", "on_migration"])

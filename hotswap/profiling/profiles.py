@@ -17,6 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
+from hotswap.checks import to_path
 from hotswap.errors import ConfigError
 from hotswap.hardware import DeviceProfile
 
@@ -54,7 +55,7 @@ class Profile:
         Raises:
             ConfigError: the file cannot be read, or is no profile; the message names the field.
         """
-        place = Path(path)
+        place = to_path(ConfigError, "path", path)
         try:
             whole: object = json.loads(place.read_text(encoding="utf-8"))
         except (OSError, ValueError) as exc:

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from random import Random
 
-from hotswap.checks import MAX_PROMPT_TOKENS, check_counts, check_positive, check_priority
+from hotswap.checks import MAX_PROMPT_TOKENS, check_counts, check_positive, check_priority, to_path
 from hotswap.errors import ConfigError
 from hotswap.offline.workloads import (
     Lengths,
@@ -122,7 +122,7 @@ class Trace:
         Raises:
             ConfigError: the file is missing or not such a table; the message names the line.
         """
-        place = Path(path)
+        place = to_path(ConfigError, "path", path)
         try:
             with place.open("rb") as raw:
                 binary = gzip.GzipFile(fileobj=raw) if place.suffix == ".gz" else raw

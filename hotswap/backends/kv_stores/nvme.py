@@ -14,6 +14,8 @@ from hotswap.backends.kv_indexed import IndexedKVStore
 from hotswap.backends.kv_stores.page_file import FilePlace, PageFile
 from hotswap.backends.kv_stores.pages import whole_pages
 from hotswap.backends.kv_stores.staging import Staging
+from hotswap.checks import to_path
+from hotswap.errors import ConfigError
 from hotswap.worker_threads import in_thread, run_in_thread
 
 __all__ = ["NvmeKVStore"]
@@ -41,7 +43,7 @@ class NvmeKVStore(IndexedKVStore[FilePlace]):
 
     def __init__(self, directory: str | Path, capacity: int | str) -> None:
         super().__init__(capacity, tier="nvme")
-        self._directory = Path(directory)
+        self._directory = to_path(ConfigError, "directory", directory)
         self._file = PageFile(self._directory, 0)
         self._staging = Staging()
 

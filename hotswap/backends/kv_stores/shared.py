@@ -19,6 +19,8 @@ from hotswap.backends.kv_stores.shared_directory import BlockFile
 from hotswap.backends.kv_stores.shared_index import SharedIndex
 from hotswap.backends.kv_stores.staging import Staging
 from hotswap.backends.stores.locks import pauses
+from hotswap.checks import to_path
+from hotswap.errors import ConfigError
 from hotswap.kv_store import KVLease, KVPrefix, KVPut
 from hotswap.store_view import KVStoreView
 from hotswap.tasks_beside import tasks_beside
@@ -70,7 +72,7 @@ class SharedKVStore(IndexedKVStore[BlockFile]):
 
     def __init__(self, directory: str | Path, capacity: int | str) -> None:
         super().__init__(capacity, tier="shared")
-        self._directory = Path(directory)
+        self._directory = to_path(ConfigError, "directory", directory)
         self._own = f"of process {uuid.uuid4().hex}"
         self._shared = SharedIndex(self._directory, self._capacity_bytes)
         self._staging = Staging()

@@ -33,6 +33,7 @@ from hotswap.backends.stores.index import VERSION
 from hotswap.backends.stores.layout import ALIGNMENT_BYTES, SOURCE_NAME, model_name
 from hotswap.backends.stores.locks import LockWait
 from hotswap.backends.stores.writer import Progress, WriteOptions, writing
+from hotswap.checks import to_path
 from hotswap.errors import BackendMissing, ConfigError, ShardCorrupt, StoreError
 from hotswap.model import Layout, Manifest
 from hotswap.request import ModelId
@@ -93,7 +94,7 @@ def convert(
         StoreBusy: the model to be replaced is in use; finished data files are kept for the next call.
         StoreError: the checkpoint cannot be read, or changed meanwhile, or writing failed.
     """
-    root = Path(root)
+    root = to_path(ConfigError, "root", root)
     model_name(ModelId(model_id), root)
     source = resolve(source)
     if world_size < 1:

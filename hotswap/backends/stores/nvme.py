@@ -27,6 +27,7 @@ from hotswap.backends.stores.pieces import BufferPool, Verify
 from hotswap.backends.stores.reading import DiskReader, ReadContext
 from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
 from hotswap.backends.stores.writer import AlreadyThere, Progress, sweep
+from hotswap.checks import to_path
 from hotswap.errors import BackendMissing, ConfigError, ShardMissing, StoreError
 from hotswap.hardware import parse_bytes
 from hotswap.model import Adapter, HostChunk, Manifest, Model, Shard
@@ -83,7 +84,7 @@ class NvmeStore(WeightStore):
         lock_limit_s: float = LOCK_LIMIT_S,
         calls: FileCalls | None = None,
     ) -> None:
-        self.root = Path(root)
+        self.root = to_path(ConfigError, "root", root)
         self.name = name
         self._budget = None if budget is None else parse_bytes(budget, "budget")
         self._models = DiskDirectory(self.root, self._budget)

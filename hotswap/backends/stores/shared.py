@@ -27,7 +27,8 @@ from hotswap.backends.stores.shared_buffer import (
     SharedBufferReservation,
     retry_while_busy,
 )
-from hotswap.errors import ShardMissing, StoreError, TierFull
+from hotswap.checks import to_path
+from hotswap.errors import ConfigError, ShardMissing, StoreError, TierFull
 from hotswap.hardware import parse_bytes
 from hotswap.model import Manifest, Shard
 from hotswap.request import ModelId
@@ -76,7 +77,7 @@ class SharedStore(HostTier):
         lock_limit_s: float = LOCK_LIMIT_S,
     ) -> None:
         super().__init__(name, chunk_bytes)
-        self.directory = Path(directory)
+        self.directory = to_path(ConfigError, "directory", directory)
         self.linger_s = linger_s
         self._lock_limit_s = lock_limit_s
         self._segments = SegmentDirectory(self.directory, parse_bytes(budget, "budget"))

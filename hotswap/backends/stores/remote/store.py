@@ -25,6 +25,7 @@ from hotswap.backends.stores.reading import background
 from hotswap.backends.stores.remote.objects import Location, Objects, RetryPolicy
 from hotswap.backends.stores.remote.transfer import Download, DownloadContext, LocalModel, Upload
 from hotswap.backends.stores.text_files import parse_text_settings, read_adapter_settings
+from hotswap.checks import to_path
 from hotswap.errors import ConfigError, ShardCorrupt, ShardMissing, StoreError, UnsafeFile
 from hotswap.hardware import parse_bytes
 from hotswap.model import Adapter, HostChunk, Manifest, Shard
@@ -174,7 +175,7 @@ class RemoteStore(WeightStore):
             ShardCorrupt: its files do not match their index; no part of it can be read from this store.
             StoreError: this store has the model with other weights, or writing failed.
         """
-        directory = Path(directory)
+        directory = to_path(ConfigError, "directory", directory)
         if (id := model_in(directory.name) if model is None else model) is None:
             raise ShardMissing(f"{str(directory)!r} is no directory of a model; give one in a `NvmeStore`.")
         model_name(id, self.url)
