@@ -206,7 +206,7 @@ class KVStore(AsyncContextManagerMixin, ABC):
 
     Attributes:
         outlives_fleets: Whether blocks are found by a fleet that opens the store later. A fleet that closes
-            then saves what its engines keep of requests that have ended.
+            then saves what its engines keep of requests that have ended; of each engine, if `near` says so.
     """
 
     outlives_fleets: bool = False

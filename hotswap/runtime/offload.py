@@ -125,15 +125,18 @@ class Offload:
             await self._on_all(AHEAD, Save.full_blocks)
 
     async def save_common(self) -> None:
-        """Save what ended requests left, if the store keeps it for fleets that open it later."""
-        if self._context.store.outlives_fleets:
-            await self._on_all("saved", partial(Save.ended, common=True))
+        """Save what ended requests left, where the store keeps it for fleets that open it later."""
+        await self._on_all("saved", partial(Save.ended, common=True), lasting=True)
 
-    async def _on_all(self, what: str, saves: Callable[[Save], Awaitable[None]]) -> None:
-        """Save on all instances that serve, at once; what does not work is left out."""
+    async def _on_all(
+        self, what: str, saves: Callable[[Save], Awaitable[None]], *, lasting: bool = False
+    ) -> None:
+        """Save on all instances that serve, at once; what does not work, or would not last, is left out."""
 
         async def save_on(instance: Instance) -> None:
             with anyio.move_on_after(self._save_s), logged(what, instance.id):
+                if lasting and not self._context.store.near(instance.engine).outlives_fleets:
+                    return
                 is_serving = instance.status().state is InstanceState.SERVING
                 if is_serving and isinstance(instance.engine, SupportsMigration):
                     with self._saving(instance, Saved(), None) as save:

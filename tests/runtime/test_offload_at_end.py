@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Self
 
 import anyio
 import pytest
 
 from hotswap import AdapterId, Fleet, ModelId, SwapLimits
-from hotswap.abc import CachedKV, KVLayout, KVPages, KVPrefix, KVPut
+from hotswap.abc import CachedKV, Engine, KVLayout, KVPages, KVPrefix, KVPut, KVStore
 from hotswap.backends.sim import SimEngine, SimKVStore
 from hotswap.errors import FleetClosed
 from hotswap.offline.virtual_time import virtual_time
@@ -108,6 +110,30 @@ async def test_a_store_that_ends_with_its_fleet_gets_nothing() -> None:
     engine = make_listing()
     assert await open_and_close(SimKVStore("1 GiB"), engine) == pytest.approx(0.0, abs=0.001)
     assert engine.num_asked == 0
+
+
+class Mixed(SimKVStore):
+    """Outlives its fleets with what the engine "e0" computes, and no other."""
+
+    def __init__(self) -> None:
+        super().__init__("1 GiB")
+        self.lasting = Lasting("1 GiB")
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        async with self.lasting, super().__asynccontextmanager__():
+            yield self
+
+    def near(self, engine: Engine) -> KVStore:
+        return self.lasting if engine.id == "e0" else self
+
+
+@virtual_time
+async def test_engines_near_a_part_of_a_store_that_outlives_fleets_save_to_it() -> None:
+    store, engines = Mixed(), [make_listing("e0"), make_listing("e1")]
+    await open_and_close(store, *engines)
+    assert [engine.num_asked for engine in engines] == [1, 0]
+    assert store.lasting.num_saved == NUM_BLOCKS
 
 
 @virtual_time

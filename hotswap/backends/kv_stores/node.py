@@ -41,7 +41,7 @@ class NodeKVStore(KVStore):
     What an engine computes is saved in the process that has the engine, under a budget for each. A request
     that goes on at an engine of another host has its blocks sent from host to host, where these reach each
     other (`EngineHost.peers`), else through the fleet's process. Blocks of engines in the fleet's process are
-    kept by `local`.
+    kept by `local`, also when the fleet ends if that outlives it.
 
     The fleet's process keeps account of all, and decides what makes room, as in other stores; it looks
     requests up in all of them. What the host of an engine has is lost with its process; a link that breaks
@@ -127,6 +127,7 @@ class _Near(KVStore):
 
     def __init__(self, store: NodeKVStore, own: KVStore) -> None:
         self._store, self._own = store, own
+        self.outlives_fleets = own.outlives_fleets
 
     def lookup(self, prefix: KVPrefix) -> int:
         return self._store.lookup(prefix)

@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,7 +18,7 @@ from anyio.lowlevel import checkpoint
 
 from hotswap.abc import CachedKV, Channel, KVPages, KVPrefix, KVStore, WrapperEngine
 from hotswap.backends.fields import Fields
-from hotswap.backends.kv_stores import HostKVStore, NodeKVStore
+from hotswap.backends.kv_stores import HostKVStore, NodeKVStore, SharedKVStore
 from hotswap.backends.kv_stores.arena import Arena
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, packed_pages, whole_pages
 from hotswap.backends.remote import EngineHost, RemoteEngine, host_memory, moves
@@ -112,6 +113,15 @@ class TestNodeKVStore(KVStoreConformance):
     async def make_store(self, capacity_bytes: int) -> AsyncGenerator[KVStore]:
         async with hosts(blocks=0) as made, NodeKVStore(capacity_bytes) as store:
             yield store.near(made.engines[0])
+
+
+async def test_its_local_store_alone_may_outlive_fleets(tmp_path: Path) -> None:
+    async with (
+        hosts(local=SharedKVStore(tmp_path / "kv", "1 MiB")) as made,
+        SimEngine("here", PROFILE) as here,
+    ):
+        assert made.store.near(here).outlives_fleets
+        assert not made.store.near(made.engines[0]).outlives_fleets
 
 
 class TestPagesInSeveralMessages(TestNodeKVStore):
