@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
-from weakref import WeakSet
 
 import anyio
 from anyio.lowlevel import checkpoint, current_token
@@ -16,6 +15,7 @@ from hotswap.backends.fields import Fields
 from hotswap.backends.remote.failures import error_of
 from hotswap.backends.remote.messages import MAX_PAYLOAD_BYTES, VERSION, Message, taking
 from hotswap.backends.remote.outbox import Inbox, Outbox
+from hotswap.backends.remote.reach import Reach
 from hotswap.backends.remote.status import RemoteStatus
 from hotswap.backends.remote.streams import RemoteStream
 from hotswap.backends.remote.traces import with_trace
@@ -70,14 +70,14 @@ class ControlLink:
         loop: The event loop, for calls from threads.
         verdicts: What the host said of models that were asked about; `None` if it takes one, or has not said.
         kv_limits: How many tokens of a request it said that its KV blocks hold; `None` if it has not said.
-        unreached: Links to hosts to which this one could send no KV blocks.
+        reach: Other hosts to which this one could not connect, by their links.
         lost: Why the link has ended; "" while it works.
         ended: Set when it has.
     """
 
     def __init__(self, channel: Channel, status: RemoteStatus, silence_s: float) -> None:
         self.abilities: frozenset[str] = frozenset()
-        self.unreached = WeakSet[ControlLink]()
+        self.reach = Reach[ControlLink]()
         self.lost = ""
         self.ended = anyio.Event()
         self.loop = current_token()

@@ -75,13 +75,14 @@ class End:
         await self.link.unless_lost(self._write(pages))
 
     def cannot_reach(self, other: End, because: str) -> None:
-        """Note that its host does not, for as long as both links last."""
-        self.link.unreached.add(other.link)
+        """Note that its host does not."""
         log.warning(
-            "The host of %r does not reach that of %r: %s. Stored KV blocks go through this process.",
+            "The host of %r does not reach that of %r: %s. Stored KV blocks go through this process; "
+            "the hosts try again after %.0f s.",
             self._engine.id,
             other._engine.id,
             because,
+            self.link.reach.failed(other.link),
         )
 
     async def _read(self, first_block: int, num_tokens: int) -> KVPages:
@@ -132,11 +133,14 @@ class RemoteSource(KVSource):
         link = self._end.link
         if isinstance(sink, RemoteSink) and (sink.end.link is link or self._reached(sink) is not None):
             try:
-                return await push(link, self._end.key, sink, first_block, num_tokens)
+                num_bytes = await push(link, self._end.key, sink, first_block, num_tokens)
             except MigrationAborted as exc:
                 if sink.end.link is link or exc.stage != "link" or not self._is_stored:
                     raise
                 self._end.cannot_reach(sink.end, reason_in(exc))
+            else:
+                link.reach.worked(sink.end.link)
+                return num_bytes
         return await super().copy_to(sink, first_block, num_tokens)
 
     async def stop(self) -> Stopped:
@@ -163,7 +167,7 @@ class RemoteSource(KVSource):
         """Return a sink's end if the source's host reaches the sink's."""
         if not (isinstance(sink, RemoteSink) and self._end.address and sink.end.address):
             return None
-        return None if sink.end.link in self._end.link.unreached and self._is_stored else sink.end
+        return sink.end if self._end.link.reach.may_try(sink.end.link) or not self._is_stored else None
 
 
 def _stopped(end: End, answer: Answer) -> Stopped:

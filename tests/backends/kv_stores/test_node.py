@@ -21,7 +21,7 @@ from hotswap.backends.fields import Fields
 from hotswap.backends.kv_stores import HostKVStore, NodeKVStore, SharedKVStore
 from hotswap.backends.kv_stores.arena import Arena
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, packed_pages, whole_pages
-from hotswap.backends.remote import EngineHost, RemoteEngine, host_memory, moves
+from hotswap.backends.remote import EngineHost, RemoteEngine, host_memory, moves, reach
 from hotswap.backends.remote.kv_memory import KVMemory, MemorySink, MemorySource
 from hotswap.backends.sim import SimEngine
 from hotswap.backends.transports import wire
@@ -323,21 +323,26 @@ async def test_what_an_engine_kept_is_copied_at_its_host(monkeypatch: pytest.Mon
 class Unreached:
     """Has a host that others do not reach."""
 
-    def __init__(self, number: int) -> None:
-        self.address, self.num_tried = f"n{number}", 0
+    def __init__(self, number: int, links: Sequence[MemoryLinks]) -> None:
+        self.address, self.num_tried, self.is_mended = f"n{number}", 0, False
+        self._links = {f"n{at}": each for at, each in enumerate(links)}
 
     async def connect(self, address: str) -> Channel:
         self.num_tried += 1
+        if self.is_mended:
+            return await self._links[address].open()
         await checkpoint()
         raise no_link(address, "it has another secret")
 
 
 async def test_blocks_go_through_the_fleet_where_hosts_that_should_reach_each_other_do_not(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    later_s = 0.0
+    monkeypatch.setattr(reach, "current_time", lambda: anyio.current_time() + later_s)
     prefix = SUITE.prefix(18)
     async with hosts(2) as made:
-        peers = [Unreached(number) for number in range(2)]
+        peers = [Unreached(number, made.links) for number in range(2)]
         for links, each in zip(made.links, peers, strict=True):
             links.host.peers = each
         await SUITE.save(made.store.near(made.engines[0]), prefix)
@@ -345,16 +350,31 @@ async def test_blocks_go_through_the_fleet_where_hosts_that_should_reach_each_ot
         await far.open_memory("m", 16 * BLOCK)
         pages = packed_pages([np.arange(5 * whole_pages(BLOCK) // PAGE_BYTES)])
         where: dict[str, Any] = {"first_block": 0, "num_tokens": 18, "has_states": False}
-        for _ in range(2):
+
+        async def copied() -> int:
+            """Copy blocks to the other host; return how often its own one has tried to reach it."""
             async with far.lend_memory("m", LAYOUT, pages, is_sink=True, **where) as lent:
                 with made.store.lease(prefix) as lease:
                     async with lease.copying_to(lent.sink) as copy:
                         assert await copy(0, 8) == 2 * BLOCK
                         assert await copy(2, 10) == 3 * BLOCK
-        async with far.lend_memory("m", LAYOUT, pages, is_sink=False, **where) as lent:
-            assert (await lent.source.read(0, 18)).data == SUITE.pages(prefix, 0, 18).data
-        assert [each.num_tried for each in peers] == [1, 0]
-        assert caplog.text.count("another secret") == 1
+            async with far.lend_memory("m", LAYOUT, pages, is_sink=False, **where) as lent:
+                assert (await lent.source.read(0, 18)).data == SUITE.pages(prefix, 0, 18).data
+            return peers[0].num_tried
+
+        assert [await copied(), await copied()] == [1, 1]
+        later_s = 61.0
+        assert [await copied(), await copied()] == [2, 2]
+        later_s = 2 * 61.0  # it waits for twice as long now
+        assert await copied() == 2
+        later_s, peers[0].is_mended = 3 * 61.0, True
+        assert await copied() == 3
+        peers[0].is_mended = False
+        assert await copied() == 4, "it was not tried, though it had worked"
+        later_s += 61.0
+        assert await copied() == 5, "its earlier failures counted"
+        assert peers[1].num_tried == 0
+        assert caplog.text.count("another secret") == 4
 
 
 # ---------------------------------------------------------------------- copies that do not end
