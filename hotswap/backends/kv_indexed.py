@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -20,6 +21,8 @@ from hotswap.store_view import KVStoreView
 from hotswap.worker_threads import in_thread
 
 __all__ = ["IndexedKVStore", "Places"]
+
+log = logging.getLogger("hotswap.stores")
 
 PlaceT = TypeVar("PlaceT")
 
@@ -54,6 +57,7 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
         self._index = KVIndex[PlaceT](self._capacity_bytes)
         self._num_open = 0
         self._entered = False
+        self._too_large = set[int]()  # sizes that a warning has told of
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -77,7 +81,7 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
             worth = prefill_s / (prefix.num_blocks * layout.block_bytes + layout.state_bytes)
         is_worth_it = not copy_s or copy_s < prefill_s
         is_taken = self.takes(layout.block_bytes) and self.takes(layout.state_bytes)
-        takes_room = self._entered and is_worth_it and is_taken
+        takes_room = self._entered and is_worth_it and is_taken and self._fits(layout)
         return _Put(self, self._index, prefix, worth=worth, takes_room=takes_room)
 
     def view(self) -> KVStoreView:
@@ -95,10 +99,34 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
         while (block := self._index.pop()) is not None:
             self.free(block.place)
 
+    def _fits(self, layout: KVLayout) -> bool:
+        """Whether blocks are small enough to be kept; the log says once if they are not."""
+        size = max(self.size_of(layout.block_bytes), self.size_of(layout.state_bytes))
+        if size <= self.most_block_bytes:
+            return True
+        if size not in self._too_large and self._capacity_bytes:  # with no room at all it is meant to
+            self._too_large.add(size)
+            what = "recurrent states" if layout.state_bytes > layout.block_bytes else "a KV block"
+            log.warning(
+                "%r keeps nothing of %r: %s of it takes %s bytes, and the store keeps %s at most. Give it "
+                "more room.",
+                self,
+                layout.model,
+                what,
+                f"{size:,}",
+                f"{self.most_block_bytes:,}",
+            )
+        return False
+
     # ------------------------------------------------------------------ where the content is
 
+    @property
+    def most_block_bytes(self) -> int:
+        """The most that a block may take of the budget to be kept."""
+        return self._capacity_bytes
+
     def takes(self, block_bytes: int) -> bool:
-        """Return whether blocks of that size are kept at all."""
+        """Return whether blocks of that size are kept now."""
         return True
 
     def is_broken(self, place: PlaceT) -> bool:

@@ -60,7 +60,8 @@ class TieredKVStore(IndexedKVStore[TierPlace]):
         memory: The first tier.
         disk: The second.
         headroom: How much of the memory is kept free, an eighth of it by default. The budget is what both
-            tiers have without it. Blocks larger than half of it are not kept.
+            tiers have without it. Blocks and recurrent states that are
+            larger than half of it are not kept.
 
     Raises:
         ConfigError: the headroom is no size, or more than the memory, or a tier is another store.
@@ -103,8 +104,9 @@ class TieredKVStore(IndexedKVStore[TierPlace]):
 
     # ------------------------------------------------------------------ places
 
-    def takes(self, block_bytes: int) -> bool:
-        return 2 * self.size_of(block_bytes) <= self._headroom
+    @property
+    def most_block_bytes(self) -> int:
+        return self._headroom // 2
 
     def size_of(self, block_bytes: int) -> int:
         return self._memory.size_of(block_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from random import Random
@@ -21,6 +22,22 @@ from hotswap.backends.kv_stores.arena import Arena
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, Pages
 from hotswap.errors import ConfigError
 from tests.backends.kv_stores.blocks import layout, pages, save
+
+
+@pytest.mark.parametrize(("block_bytes", "state_bytes"), [(9 * PAGE_BYTES, 0), (100, 9 * PAGE_BYTES)])
+async def test_a_model_whose_blocks_are_larger_than_the_store_is_told_once(
+    block_bytes: int, state_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = replace(layout(block_bytes), state_bytes=state_bytes)
+    async with HostKVStore(8 * PAGE_BYTES) as store, HostKVStore(0) as off:
+        for number in range(3):
+            for each in (store, off):
+                assert await save(each, KVPrefix(large, range(number, number + 8))) == 0
+        assert await save(store, KVPrefix(layout(100), range(8))) == 8
+    assert caplog.text.count("keeps nothing of 'w'") == 1
+    what = "recurrent states" if state_bytes else "a KV block"
+    takes, keeps = f"{9 * PAGE_BYTES:,}", f"{8 * PAGE_BYTES:,}"
+    assert f"{what} of it takes {takes} bytes, and the store keeps {keeps} at most" in caplog.text
 
 
 async def test_blocks_of_any_size_share_the_budget_whatever_was_there_before() -> None:

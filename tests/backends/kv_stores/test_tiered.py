@@ -106,11 +106,14 @@ async def test_what_is_read_stays_where_it_is(tmp_path: Path) -> None:
         await assert_stored(store, prefix)
 
 
-async def test_blocks_of_any_size_are_kept_up_to_half_the_headroom(tmp_path: Path) -> None:
+async def test_blocks_of_any_size_are_kept_up_to_half_the_headroom(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with make_store(tmp_path) as store:
         for number, size in enumerate((100, PAGE_BYTES, BLOCK // 3, BLOCK, BLOCK + 1) * 8):
             prefix = KVPrefix(layout(size, f"w{number}"), range(16))
             assert await save(store, prefix) == (16 if size <= BLOCK else 0)
+    assert caplog.text.count("keeps nothing of") == 1
 
 
 async def test_a_store_that_was_left_is_empty_and_can_be_entered_again(tmp_path: Path) -> None:
