@@ -16,7 +16,8 @@ from hotswap.abc import Engine
 from hotswap.backends.kv_stores import HostKVStore, NodeKVStore
 from hotswap.backends.remote import EngineHost, RemoteEngine, TcpPeers
 from hotswap.backends.torch import TorchEngine
-from hotswap.backends.transports import connect_tcp, serve_tcp
+from hotswap.backends.transports import LinkSecret, connect_tcp, serve_tcp
+from tests.backends.transports.certificates import contexts
 from tests.runtime.offloaded import (
     BLOCK_BYTES,
     PROMPTS,
@@ -31,22 +32,26 @@ from tests.runtime.offloaded import (
 )
 
 STORE = make_store()
+SECRET = LinkSecret(b"the secret of these tests, 32 bytes and more")
 
 
 @asynccontextmanager
 async def fleet_of(
     engines: Sequence[TorchEngine], kv_store: NodeKVStore, *, num_remote: int
 ) -> AsyncGenerator[Fleet]:
-    """A fleet of engines of which the first are behind hosts that reach each other."""
+    """A fleet of engines; the first are behind hosts that reach each other, over TLS with a secret."""
+    server, client = contexts()
+    connect = partial(connect_tcp, secret=SECRET, ssl_context=client)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         used = list[Engine]()
         for engine in engines[:num_remote]:
             host = EngineHost(await stack.enter_async_context(engine), STORE)
-            port = await tasks.start(serve_tcp, host.serve, "127.0.0.1")
-            host.peers = TcpPeers("127.0.0.1", port)
-            used.append(RemoteEngine(engine.id, partial(connect_tcp, "127.0.0.1", port)))
+            serve = partial(serve_tcp, secret=SECRET, ssl_context=server)
+            port = await tasks.start(serve, host.serve, "127.0.0.1")
+            host.peers = TcpPeers("127.0.0.1", port, secret=SECRET, ssl_context=client)
+            used.append(RemoteEngine(engine.id, partial(connect, "127.0.0.1", port)))
         used += engines[num_remote:]
         yield await stack.enter_async_context(make_fleet(STORE, kv_store, used))
 
@@ -84,7 +89,9 @@ async def test_tokens_are_those_of_an_undisturbed_run(budget: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_remote", [2, 1], ids=["two hosts", "one host"])
-async def test_random_swaps_losses_and_budgets_lose_no_token(num_remote: int) -> None:
+async def test_random_swaps_losses_and_budgets_lose_no_token(
+    num_remote: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two engines save and restore at once, each with memory for 1.2 times one request."""
     random, seen = Random(1), Counter[str]()
     engines = [make_engine("e0", 1024), make_engine("e1", 1024)]
@@ -106,3 +113,4 @@ async def test_random_swaps_losses_and_budgets_lose_no_token(num_remote: int) ->
     assert [client.tokens for client in clients] == [whole[number % len(PROMPTS)] for number in range(24)]
     assert seen["swaps"] > 5
     assert any(client.num_restored for client in clients)
+    assert "does not reach" not in caplog.text
