@@ -38,16 +38,18 @@ BROWSER := .cache/browser-env
 DOCS := .cache/docs-env
 SOURCES := .cache/vllm-sources
 PYTEST := $(BIN)/python -m pytest
-# The tests that have an environment of their own, and those of them that `make test` runs.
+# The tests that have an environment of their own, those of them that `make test` runs, and what it said as it made
+# their environments.
 APART := vllm-test ray-test browser-test
 OTHER_TESTS = $(if $(ARGS),,$(filter-out $(WITHOUT:%=%-test),$(APART)))
+INSTALLED := .cache/other-envs.log
 # Where pip is seen, it shows how far it is.
 QUIET = $(if $(MAKE_TERMOUT),,--quiet)
 
 # No test and no demo fetches a model: what they need they make.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo serve test vllm-test ray-test browser-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env browser-env docs docs-env check check-style check-mypy check-pyright check-docs check-words public-types format wheel clean
+.PHONY: help venv demo serve test main-test other-envs vllm-test ray-test browser-test gpu-test bench bench-env vllm-env vllm-sources ray-env door-env browser-env docs docs-env check check-style check-mypy check-pyright check-docs check-words public-types format wheel clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -61,10 +63,18 @@ demo: $(READY)  ## serve three models on two engines and watch them swap
 serve: $(READY)  ## serve the demo's models over HTTP, for curl and OpenAI's clients, until Ctrl-C
 	@$(BIN)/python -m examples.demo.serve $(ARGS)
 
+# What the other tests need is installed while the first ones run. If it could not be, the reason comes last.
 test: $(READY) door-env  ## run every test that needs no GPU
-	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)
+	@mkdir -p $(dir $(INSTALLED)) && : > $(INSTALLED)
+	@$(MAKE) --no-print-directory -j 2 main-test $(if $(OTHER_TESTS),other-envs) || { cat $(INSTALLED) >&2; exit 1; }
 	@$(foreach left,$(filter-out $(OTHER_TESTS),$(APART)),echo "$(left) is left out."; )true
 	@$(if $(OTHER_TESTS),$(MAKE) --no-print-directory -j 2 $(OTHER_TESTS))
+
+main-test:
+	@$(PYTEST) -m "not gpu" -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=15 $(ARGS)
+
+other-envs:
+	@$(MAKE) --no-print-directory QUIET=--quiet $(OTHER_TESTS:%-test=%-env) > $(INSTALLED) 2>&1
 
 # One thread, so that cores may be forked; what vLLM itself is warned of is not ours.
 vllm-test: $(VLLM)/.ready vllm-sources  ## run the tests of the vLLM backend, over the real vLLM for CPUs
