@@ -112,6 +112,7 @@ class PageLink:
         To the other end a link that is closed before is a broken one.
         """
         if not self.is_closed:
+            self.is_closed = True  # a call from now on would be read by an end that does no more calls
             with anyio.move_on_after(_GOODBYE_S), suppress(MigrationAborted):
                 await self._channel.send(wire.pack("goodbye", 0))
                 await self._channel.receive()

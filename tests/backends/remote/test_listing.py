@@ -179,6 +179,19 @@ async def test_a_link_that_is_not_used_is_closed_and_the_next_read_opens_another
     assert len(closed) == 3, "with the engine"
 
 
+async def test_a_read_while_an_idle_link_says_goodbye_goes_over_another() -> None:
+    entries = kept(BLOCK)
+    async with remote(entries) as engine:
+        (entry,) = await engine.cached_kv()
+        await entry.read(0, BLOCK)
+        link = entry._listing._pages
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.leave)
+            await checkpoint()
+            assert (await entry.read(0, BLOCK)).data == (await entries[0].read(0, BLOCK)).data
+        assert entry._listing._pages is not link
+
+
 @pytest.mark.parametrize("make_kv_store", [HostKVStore, NodeKVStore])
 async def test_a_chat_finds_its_history_after_its_model_was_away(
     make_kv_store: Callable[[str], KVStore],
