@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -340,12 +340,19 @@ async def test_a_store_that_was_left_can_be_entered_again_and_has_its_blocks(dir
 
 
 async def test_descriptors_are_closed(directory: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    def opened() -> list[str]:
+        paths = list[str]()
+        for file in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # of another thread
+                paths.append(os.readlink(file))
+        return [path for path in paths if path.startswith(str(directory))]
+
     async with AsyncExitStack() as stack:
         for _ in range(3):
             store = await stack.enter_async_context(SharedKVStore(directory, 8 * SIZE))
             await save_of(store, prefix_of(1, 8))
+        assert opened()
     with pytest.raises(ConfigError):
         async with SharedKVStore(directory, 9 * SIZE):
             raise AssertionError
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not opened()

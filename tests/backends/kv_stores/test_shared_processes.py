@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from hotswap.backends.kv_stores import SharedKVStore
+from hotswap.backends.kv_stores.shared_directory import SharedDirectory
 from hotswap.errors import ConfigError, StoreBusy
 from tests.backends.kv_stores.sharing import (
     BLOCK,
@@ -214,7 +215,15 @@ async def test_the_next_process_finds_no_half_of_a_killed_one(directory: Path, p
 # ---------------------------------------------------------------------- a process that does not go on
 
 
-async def test_a_stopped_process_keeps_no_event_loop_waiting(directory: Path) -> None:
+async def test_a_stopped_process_keeps_no_event_loop_waiting(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s, try_lock = list[float](), SharedDirectory.try_lock
+
+    def noted(lockable: SharedDirectory, limit_s: float) -> bool:
+        waits_s.append(limit_s)
+        return try_lock(lockable, limit_s)
+
     async with SharedKVStore(directory, 8 * SIZE) as store:
         await save_of(store, prefix_of(1, 4))
         with process(directory, 8) as other:
@@ -222,13 +231,14 @@ async def test_a_stopped_process_keeps_no_event_loop_waiting(directory: Path) ->
             await other.ask("stop header")
             other.tell("save 2 2")
             assert await other.said() == "stopped"  # and it has the lock
-            began = anyio.current_time()
+            monkeypatch.setattr(SharedDirectory, "try_lock", noted)
             for _ in range(20):
                 assert store.lookup(prefix_of(1, 4)) == 16, "as it was before"
                 assert store.lease(prefix_of(1, 4)).num_tokens == 0
                 assert store.put(prefix_of(3, 4)).num_tokens == 0
                 store.view()
-            assert anyio.current_time() - began < 2
+            assert len(waits_s) == 80
+            assert sum(waits_s) <= 0.01
         await found(store, 1, 4)
 
 

@@ -237,7 +237,8 @@ def test_it_can_be_pickled_and_threads_end_with_the_last_lease(name: str) -> Non
     assert (budget.name, budget.size_bytes) == (name, SIZE)
     before = set(threading.enumerate())
     lease: DeviceLease = budget.lease("a")
-    (thread,) = set(threading.enumerate()) - before
+    started = set(threading.enumerate()) - before
+    (thread,) = [thread for thread in started if thread.name.startswith("device budget")]
     lease.close()
     thread.join(30)
     assert not thread.is_alive()
