@@ -103,11 +103,13 @@ class DeviceBudget:
                 also be called when another holder has taken the memory already.
 
         Raises:
-            ConfigError: the holder has an open lease; the floor is above the ceiling; or the floors of all
-                leases exceed the size.
+            ConfigError: the holder has no name, or an open lease; the floor is above the ceiling; or the
+                floors of all leases exceed the size.
             OutOfMemory: other holders have too much above their floors at the moment for this floor.
         """
         check_strings(ConfigError, holder=holder)
+        if not holder:
+            raise ConfigError("holder is ''; give the name of the holder, such as an engine's id.")
         check_callables(ConfigError, on_wanted=on_wanted, on_free=on_free)
         floor = parse_bytes(floor_bytes, "floor_bytes")
         ceiling = self._size_bytes

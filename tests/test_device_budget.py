@@ -212,6 +212,14 @@ def test_a_size_that_is_none_is_refused(size: Any) -> None:
         DeviceBudget(size)
 
 
+@pytest.mark.parametrize("holder", ["", None, 3])
+def test_a_holder_without_a_name_is_refused(holder: Any) -> None:
+    budget = DeviceBudget(SIZE)
+    with pytest.raises(ConfigError, match="holder is"):
+        budget.lease(holder)
+    assert budget.leases == ()
+
+
 @pytest.mark.parametrize("size", [-1, 0.5, None])
 def test_sizes_that_are_none_are_refused_by_every_verb(size: Any) -> None:
     lease = DeviceBudget(SIZE).lease("a")
