@@ -18,10 +18,11 @@ from operator import itemgetter
 from typing import Generic, TypeVar
 
 from hotswap.kv_store import KVPrefix
+from hotswap.migration import KVLayout
 from hotswap.request import ModelId
 from hotswap.store_view import StoredKV
 
-__all__ = ["Found", "KVIndex", "StoredBlock", "states_key"]
+__all__ = ["Found", "KVIndex", "Places", "StoredBlock", "states_key"]
 
 PlaceT = TypeVar("PlaceT")
 
@@ -55,6 +56,20 @@ class StoredBlock(Generic[PlaceT]):
     worth: float = 0.0
     num_leases: int = 0
     rank: tuple[float, int] = (0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Places(Generic[PlaceT]):
+    """Places of blocks of a prefix, from `first_block` on to the end of `num_tokens` first tokens.
+
+    With them that of the recurrent states after these tokens, if it is meant too.
+    """
+
+    layout: KVLayout
+    first_block: int
+    num_tokens: int
+    blocks: tuple[PlaceT, ...]
+    states: tuple[PlaceT, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Self, TypeVar
 
 from anyio.lowlevel import checkpoint
 
-from hotswap.backends.kv_index import Found, KVIndex, StoredBlock, states_key
+from hotswap.backends.kv_index import Found, KVIndex, Places, StoredBlock, states_key
+from hotswap.backends.kv_too_large import TooLarge
 from hotswap.errors import StoreError
 from hotswap.hardware import parse_bytes
 from hotswap.kv_store import KVCopy, KVLease, KVPrefix, KVPut, KVStore
@@ -20,25 +19,9 @@ from hotswap.migration import CachedKV, KVLayout, KVPages, KVSink, KVSource
 from hotswap.store_view import KVStoreView
 from hotswap.worker_threads import in_thread
 
-__all__ = ["IndexedKVStore", "Places"]
-
-log = logging.getLogger("hotswap.stores")
+__all__ = ["IndexedKVStore"]
 
 PlaceT = TypeVar("PlaceT")
-
-
-@dataclass(frozen=True, slots=True)
-class Places(Generic[PlaceT]):
-    """Places of blocks of a prefix, from `first_block` on to the end of `num_tokens` first tokens.
-
-    With them that of the recurrent states after these tokens, if it is meant too.
-    """
-
-    layout: KVLayout
-    first_block: int
-    num_tokens: int
-    blocks: tuple[PlaceT, ...]
-    states: tuple[PlaceT, ...] = ()
 
 
 class IndexedKVStore(KVStore, Generic[PlaceT]):
@@ -57,7 +40,7 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
         self._index = KVIndex[PlaceT](self._capacity_bytes)
         self._num_open = 0
         self._entered = False
-        self._too_large = set[int]()  # sizes that a warning has told of
+        self._too_large = TooLarge()
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
@@ -100,23 +83,11 @@ class IndexedKVStore(KVStore, Generic[PlaceT]):
             self.free(block.place)
 
     def _fits(self, layout: KVLayout) -> bool:
-        """Whether blocks are small enough to be kept; the log says once if they are not."""
-        size = max(self.size_of(layout.block_bytes), self.size_of(layout.state_bytes))
-        if size <= self.most_block_bytes:
-            return True
-        if size not in self._too_large and self._capacity_bytes:  # with no room at all it is meant to
-            self._too_large.add(size)
-            what = "recurrent states" if layout.state_bytes > layout.block_bytes else "a KV block"
-            log.warning(
-                "%r keeps nothing of %r: %s of it takes %s bytes, and the store keeps %s at most. Give it "
-                "more room.",
-                self,
-                layout.model,
-                what,
-                f"{size:,}",
-                f"{self.most_block_bytes:,}",
-            )
-        return False
+        """Whether its blocks are small enough to be kept; the log says once if they are not."""
+        size, most = max(map(self.size_of, (layout.block_bytes, layout.state_bytes))), self.most_block_bytes
+        if size > most and self._capacity_bytes:  # with no room at all it is meant to
+            self._too_large.tell(self, layout, size, most)
+        return size <= most
 
     # ------------------------------------------------------------------ where the content is
 

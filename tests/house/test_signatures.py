@@ -47,7 +47,7 @@ MADE_BY = {
 # They stand in signatures, of which those that give them or take them are called by hotswap alone.
 NOT_EXPORTED = {
     "hotswap.backends.kv_indexed.IndexedKVStore": "a place of a `TieredKVStore` names its tier",
-    "hotswap.backends.kv_indexed.Places": "a `NodeKVStore` lends them as the end of a move",
+    "hotswap.backends.kv_index.Places": "a `NodeKVStore` lends them as the end of a move",
     "hotswap.backends.kv_stores.page_file.FilePlace": "its index has an `NvmeKVStore` place blocks by them",
     "hotswap.backends.kv_stores.pages.Pages": "its index has a `HostKVStore` place blocks by them",
     "hotswap.backends.kv_stores.shared_directory.BlockFile": "the same of a `SharedKVStore`",

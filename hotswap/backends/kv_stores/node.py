@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Self
 
 import anyio
 
-from hotswap.backends.kv_indexed import IndexedKVStore, Places
+from hotswap.backends.kv_index import Places
+from hotswap.backends.kv_indexed import IndexedKVStore
 from hotswap.backends.kv_stores.host import HostKVStore
 from hotswap.backends.kv_stores.pages import PAGE_BYTES, PagePool, Pages, packed_pages, whole_pages
 from hotswap.backends.remote.host_memory import LendsMemory, LentMemory
