@@ -16,6 +16,7 @@ from hotswap import Adapter, Chat, Fleet, MigrationLimits, Model, Sampling, Swap
 from hotswap.abc import Router, Scheduler
 from hotswap.backends.kv_stores import HostKVStore, NvmeKVStore, SharedKVStore
 from hotswap.backends.stores import NvmeStore, PinnedStore, SharedStore
+from hotswap.backends.stores.convert import convert
 from hotswap.backends.torch import TorchEngine
 from hotswap.checks import shown
 from hotswap.errors import ConfigError, HotswapError, InvalidRequest
@@ -128,6 +129,7 @@ def test_a_store_refuses_what_is_no_size_by_name(size: Any, tmp_path: Path) -> N
 
 TAKES_A_PATH: list[tuple[str, Callable[[Any], object]]] = [
     ("root", NvmeStore),
+    ("root", lambda path: convert("source", path, model_id="m")),
     ("directory", lambda path: SharedStore(path, "1 GiB")),
     ("directory", lambda path: NvmeKVStore(path, "1 GiB")),
     ("directory", lambda path: SharedKVStore(path, "1 GiB")),
