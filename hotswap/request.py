@@ -267,5 +267,5 @@ def new_token(
     token = _Draft()
     token.id, token.index, token.finish_reason = id, index, finish_reason
     token.text, token.logprob, token.top_logprobs = text, logprob, top_logprobs
-    token.__class__ = Token  # type: ignore[assignment]
+    token.__class__ = Token  # type: ignore[assignment]  # the slots of both are the same
     return cast("Token", token)

@@ -148,7 +148,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {
             name: self._metered(name, made) for name, made in self.filters.items() if name not in _LEFT_OUT
         }
-        self.concat = self._concat  # type: ignore[method-assign]
+        self.concat = self._concat  # type: ignore[method-assign]  # no method in Jinja
 
     @contextmanager
     def spending(self, budget: Budget) -> Generator[None]:
@@ -240,7 +240,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return result
 
         if wants is not None:
-            metered.jinja_pass_arg = wants  # type: ignore[attr-defined]
+            metered.jinja_pass_arg = wants  # type: ignore[attr-defined]  # Jinja reads it of functions
         return metered
 
 

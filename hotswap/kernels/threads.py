@@ -65,7 +65,7 @@ def _openmp_parallel() -> Callable[[int, int, int, int], None] | None:
         if begin is not None:
             begin.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
             begin.restype = None
-            return begin  # type: ignore[no-any-return]
+            return begin  # type: ignore[no-any-return]  # of ctypes, which has no types for it
     return None
 
 

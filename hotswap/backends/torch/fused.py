@@ -69,7 +69,7 @@ _probe_lock = threading.Lock()
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return the fused `forward` of a module that computes an RMSNorm; `None` for any other."""
-    parameters = cast("dict[str, Tensor | None]", module._parameters)  # pyright: ignore[reportPrivateUsage]
+    parameters = cast("dict[str, Tensor | None]", module._parameters)  # pyright: ignore[reportPrivateUsage]  # as in `modeling`
     weight = parameters.get("weight")
     if weight is None or len(parameters) != 1 or weight.dim() != 1 or any(True for _ in module.buffers()):
         return None

@@ -198,7 +198,7 @@ class LinearLayer:
     __slots__ = ("_parameters", "_transposed", "is_wide", "packed")
 
     def __init__(self, layer: nn.Module) -> None:
-        self._parameters = cast("dict[str, Tensor | None]", layer._parameters)  # pyright: ignore[reportPrivateUsage]
+        self._parameters = cast("dict[str, Tensor | None]", layer._parameters)  # pyright: ignore[reportPrivateUsage]  # as in `modeling`
         self._transposed = isinstance(layer, Conv1D)
         self.packed: Tensor | None = None
         self.is_wide = False

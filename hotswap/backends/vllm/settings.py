@@ -207,5 +207,5 @@ def architecture_of(config_text: str) -> str:
         raise ShardCorrupt(f"The model's config is no JSON ({exc}); convert the model again.") from exc
     if not isinstance(parsed, dict):
         raise ShardCorrupt("The model's config is no JSON object; convert the model again.")
-    material = {str(key): value for key, value in parsed.items() if key not in _IMMATERIAL}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    material = {str(key): value for key, value in parsed.items() if key not in _IMMATERIAL}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # of JSON
     return json.dumps(material, sort_keys=True)

@@ -78,7 +78,7 @@ class HotswapConnector(_Connector, _SupportsHMA):  # type: ignore[misc]  # vLLM 
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)  # pyright: ignore[reportUnknownMemberType]
+        super().__init__(vllm_config, role, kv_cache_config)  # pyright: ignore[reportUnknownMemberType]  # vLLM is untyped here
         self.held: dict[str, Held] = {}
         self.ended = Ended()
         self.pages: Pages | None = None
